@@ -1,0 +1,452 @@
+"""The anatomy of a step: one item of the dataloader is one optimizer step, and every target token weighs the same.
+
+The stock Trainer keeps its loop, its logging, its callbacks and its file formats. What is ours is what happens between
+two optimizer updates (`training_step`), where the data comes from (the step number *is* the position in the data), and
+what is put beside a checkpoint. Right at DDP and DeepSpeed ZeRO 0-3 alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Sampler
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.utils import logging
+
+from hfpretrain.data.steps import TrainingSteps
+from hfpretrain.loss import count_targets, cross_entropy_sum
+from hfpretrain.training.checkpoints import checkpoint_step, publish, rotate, staging_dir
+from hfpretrain.training.evaluation import EvaluationWindows, evaluate_bits_per_byte
+from hfpretrain.training.forward import LogitsForward
+from hfpretrain.training.optimizer import build_optimizer, describe_groups, parameter_groups
+from hfpretrain.training.throughput import Throughput
+
+logger = logging.get_logger(__name__)
+
+MicroBatch = dict[str, Any]
+PRETRAIN_STATE = "pretrain_state.json"
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss is NaN or infinite; raised before the update, so the weights are those of the step before."""
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Training FLOPs of one input token, counted twice (see `Throughput`)."""
+
+    full: float = 0.0
+    causal: float = 0.0
+
+
+class PretrainTrainer(Trainer):
+    """A Trainer whose steps come from `TrainingSteps`.
+
+    Args:
+        model: any causal LM that returns logits.
+        args: `gradient_accumulation_steps` must be 1 and `max_steps` the number of steps: how many micro-batches a step
+            has is a matter of the data, and may differ from step to step.
+        train_dataset: item s is this rank's list of micro-batches of optimizer step s.
+        eval_dataset: held-out windows, scored by `evaluate`.
+        lr_factor: 0-based step -> multiple of the base learning rate.
+        fingerprint: what identifies data, order and batch; a checkpoint of another fingerprint is not resumed.
+        flops: FLOPs of one input token, for MFU and `total_flos`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: TrainingArguments,
+        *,
+        train_dataset: TrainingSteps,
+        lr_factor: Callable[[int], float],
+        eval_dataset: EvaluationWindows | None = None,
+        fingerprint: Mapping[str, Any] | None = None,
+        flops: StepFlops = StepFlops(),
+        peak_flops: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if args.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, expected 1: a TrainingSteps item "
+                "already holds all micro-batches of its step; set batch_tokens and per_device_train_batch_size instead"
+            )
+        super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        self.steps = train_dataset
+        self.lr_factor = lr_factor
+        self.fingerprint = dict(fingerprint or {})
+        self.flops = flops
+        self.forward_logits = LogitsForward(model)
+        self.throughput = Throughput(world_size=args.world_size, peak_flops=peak_flops)
+        self.target_tokens_seen = 0
+        self.stop_requested = False  # set it from anywhere, on any rank: all ranks save and stop after this step
+        self._window = _Window()
+        self._grad_norm: float | None = None
+
+    # -- data: the step number is the position ------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader:
+        """A loader that starts at `state.global_step`, on this rank's share already; accelerate must not shard it again."""
+        workers = self.args.dataloader_num_workers
+        return DataLoader(
+            self.steps,
+            batch_size=None,
+            sampler=_StepsFrom(lambda: self.state.global_step, len(self.steps)),
+            num_workers=workers,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=self.args.dataloader_persistent_workers and workers > 0,
+            prefetch_factor=self.args.dataloader_prefetch_factor if workers > 0 else None,
+            generator=torch.Generator(),  # else making the iterator draws from the global RNG and a resume differs
+        )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[list[MicroBatch]], num_batches: int, device: torch.device
+    ) -> tuple[list[list[MicroBatch]], torch.Tensor]:
+        """The next step's micro-batches and its number of target tokens over all micro-batches and ranks."""
+        self.throughput.start_step()
+        micro_batches = next(epoch_iterator)
+        target_tokens = torch.stack([count_targets(micro["labels"]) for micro in micro_batches]).sum().to(device)
+        if self.args.world_size > 1:
+            dist.all_reduce(target_tokens)
+        return [micro_batches], target_tokens
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        return self.steps.rows_per_step
+
+    def floating_point_ops(self, inputs: Any) -> float:  # type: ignore[override]
+        """This rank's share of the step's FLOPs: the Trainer sums over ranks."""
+        return self.flops.causal * self.steps.batch_tokens / self.args.world_size
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        self.state.num_input_tokens_seen += self.steps.batch_tokens
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def training_step(  # type: ignore[override]
+        self, model: torch.nn.Module, inputs: list[MicroBatch], num_items_in_batch: torch.Tensor
+    ) -> torch.Tensor:
+        """Forward and backward over all micro-batches of the step; under DeepSpeed the update as well.
+
+        Each micro-batch back-propagates token_sum * world_size / step_tokens. DDP and ZeRO average gradients over
+        ranks, which cancels world_size and leaves d(sum of all tokens' loss) / step_tokens, however the tokens fall on
+        ranks and micro-batches.
+
+        Returns: the token-mean cross-entropy of the step over all ranks, the same 0-d tensor on each.
+        """
+        model.train()
+        scale = self.args.world_size / num_items_in_batch.clamp(min=1)
+        sums = torch.zeros(2, dtype=torch.float64)  # cross-entropy, token-weighted router loss; on the host: no MPS float64
+        for index, micro in enumerate(inputs):
+            is_last = index == len(inputs) - 1
+            with self._accumulation(model, is_last):
+                cross_entropy, router = self._token_sums(model, self._prepare_inputs(micro))
+                sums = sums.to(cross_entropy.device) if cross_entropy.device.type != "mps" else sums
+                sums += torch.stack([cross_entropy, router]).detach().to(sums)
+                if is_last:
+                    total = self._gather(sums, num_items_in_batch)
+                self._backward(model, (cross_entropy + router) * scale, is_last)
+        self.target_tokens_seen += total.target_tokens
+        self._window.add(total)
+        self.throughput_counts = (self.steps.batch_tokens, total.target_tokens)
+        return torch.tensor(total.cross_entropy / max(total.target_tokens, 1), device=self.args.device)
+
+    def _token_sums(self, model: torch.nn.Module, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums over one micro-batch: cross-entropy in nats, and the router's balancing loss weighted by target tokens."""
+        labels = micro.pop("labels")
+        with self.compute_loss_context_manager():
+            outputs = self.forward_logits(model, micro)
+            cross_entropy = cross_entropy_sum(outputs.logits, labels)
+        router = self.forward_logits.router_loss(outputs) * count_targets(labels)
+        return cross_entropy, router.to(cross_entropy)
+
+    @contextlib.contextmanager
+    def _accumulation(self, model: torch.nn.Module, is_last: bool) -> Iterator[None]:
+        self.accelerator.gradient_state._set_sync_gradients(is_last)
+        # Only DDP may skip the reduction: ZeRO 2 and 3 partition gradients in every micro-batch and forbid no_sync.
+        skip_reduction = not is_last and not self.is_deepspeed_enabled
+        with self.accelerator.no_sync(model) if skip_reduction else contextlib.nullcontext():
+            yield
+
+    def _backward(self, model: torch.nn.Module, loss: torch.Tensor, is_last: bool) -> None:
+        if not self.is_deepspeed_enabled:
+            self.accelerator.backward(loss)
+            return
+        # What accelerate's engine wrapper does, spelt out, because the reduced gradient can be read only in between.
+        engine = cast(Any, model)
+        engine.set_gradient_accumulation_boundary(is_boundary=is_last)
+        engine.backward(loss, scale_wrt_gas=False)
+        if is_last:
+            norm_before_step = self._unpartitioned_grad_norm(engine)
+            engine.step()
+            self._grad_norm = norm_before_step if norm_before_step is not None else engine.get_global_grad_norm()
+
+    def _unpartitioned_grad_norm(self, engine: Any) -> float | None:
+        """ZeRO 0 in fp32 keeps no norm (DeepSpeed#7255): take it from the reduced gradients before they are clipped."""
+        if engine.zero_optimization() or engine.bfloat16_enabled() or engine.fp16_enabled():
+            return None
+        grads = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads))
+
+    def _gather(self, sums: torch.Tensor, step_tokens: torch.Tensor) -> _StepSums:
+        """Add up all ranks' sums in rank order (the same bits everywhere) and stop before a non-finite update."""
+        mine = torch.cat([sums, sums.new_tensor([float(self.stop_requested)])])
+        ranks = [torch.empty_like(mine) for _ in range(self.args.world_size)] if self.args.world_size > 1 else [mine]
+        if self.args.world_size > 1:
+            dist.all_gather(ranks, mine)
+        rows = torch.stack(ranks).tolist()
+        bad = [rank for rank, row in enumerate(rows) if not math.isfinite(row[0] + row[1])]
+        if bad:
+            step = self.state.global_step
+            raise NonFiniteLoss(
+                f"loss is not finite at step {step} on rank(s) {bad} (sums per rank: {[row[0] for row in rows]}); data "
+                f"position {self.steps.position(step)}. The update was not made: weights are those after step {step}. "
+                "Resume from the last checkpoint with a lower learning rate or longer warm-up, or look at these rows."
+            )
+        self.stop_requested = any(row[2] > 0 for row in rows)
+        return _StepSums(sum(row[0] for row in rows), sum(row[1] for row in rows), int(step_tokens))
+
+    # -- clipping -----------------------------------------------------------------------------------------------------
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        return None if self.is_deepspeed_enabled else super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> float | None:
+        """Global norm before clipping, at every ZeRO stage; also counts clipped steps."""
+        norm = self._grad_norm if self.is_deepspeed_enabled else super()._get_grad_norm(model, grad_norm)
+        norm = float(norm) if norm is not None else None
+        if norm is not None:
+            self._window.clipped_steps += int(0 < self.args.max_grad_norm < norm)
+            if not math.isfinite(norm) and not self.args.fp16:  # fp16 overflows on purpose: the loss scaler skips the step
+                raise NonFiniteLoss(f"gradient norm is {norm} at step {self.state.global_step}, the loss was finite")
+        return norm
+
+    # -- optimizer and schedule ---------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            groups = parameter_groups(self.model, weight_decay=self.args.weight_decay)
+            if self.is_world_process_zero():
+                print(describe_groups(groups, self.model), flush=True)
+            self.optimizer = build_optimizer(self.model, self.args, groups)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
+        # A partial, not an object: LambdaLR puts an object's attributes into the checkpoint, and a resume would get
+        # the old horizon back instead of the one that is asked for now.
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lr_lambda=partial(_call, self.lr_factor))
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if resume_from_checkpoint is not None:
+            self._apply_asked_hyperparameters()
+        return prepared
+
+    def _apply_asked_hyperparameters(self) -> None:
+        """A checkpoint brings its own learning rate, decay and betas; what was asked for on this launch holds."""
+        asked = {"initial_lr": self.args.learning_rate, "eps": self.args.adam_epsilon}
+        groups = self.optimizer.param_groups
+        for group in groups:
+            decay = self.args.weight_decay if group["weight_decay"] != 0 else 0.0
+            wanted = {**asked, "weight_decay": decay, "betas": (self.args.adam_beta1, self.args.adam_beta2)}
+            for key, value in wanted.items():
+                before = tuple(group[key]) if key == "betas" and key in group else group.get(key)
+                if before is not None and before != value:
+                    self._say(f"resume: {group.get('name', 'group')}.{key} changes from {before} to {value}, as asked")
+                    group[key] = value
+            group["lr"] = group["initial_lr"] * self.lr_factor(self.state.global_step)
+        self.lr_scheduler.base_lrs = [group["initial_lr"] for group in groups]
+        self.lr_scheduler._last_lr = [group["lr"] for group in groups]
+
+    # -- logging ------------------------------------------------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.throughput_counts is not None:  # once per step; the Trainer calls again at the end of an epoch
+            input_tokens, target_tokens = self.throughput_counts
+            self.throughput.end_step(
+                input_tokens=input_tokens,
+                target_tokens=target_tokens,
+                flops_full=self.flops.full * input_tokens,
+                flops_causal=self.flops.causal * input_tokens,
+            )
+            self.throughput_counts = None
+        self.state.epoch = self.steps.epoch(self.state.global_step)
+        if self.stop_requested:
+            self.control.should_save = self.control.should_training_stop = True
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    throughput_counts: tuple[int, int] | None = None
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """The Trainer's log line, with `loss` weighted by tokens over the whole window and our counters beside it."""
+        if "loss" in logs:
+            logs.update(self._window.metrics())
+            logs.update(self.throughput.drain())
+            logs["input_tokens"] = self.state.num_input_tokens_seen
+            logs["target_tokens"] = self.target_tokens_seen
+            self._window = _Window()
+        super().log(logs, start_time)
+
+    def _say(self, message: str) -> None:
+        if self.is_world_process_zero():
+            logger.warning(message)
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    def evaluate(  # type: ignore[override]
+        self,
+        eval_dataset: EvaluationWindows | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Held-out loss, perplexity and bits per byte; exact for every batch size and number of ranks."""
+        windows = eval_dataset if eval_dataset is not None else cast(EvaluationWindows, self.eval_dataset)
+        model, start = self.model_wrapped, time.perf_counter()
+        was_training = model.training
+        model.eval()
+        metrics = evaluate_bits_per_byte(
+            lambda batch: self.forward_logits(model, batch).logits,
+            windows,
+            rows=self.args.per_device_eval_batch_size,
+            device=self.args.device,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+        )
+        model.train(was_training)
+        metrics["seconds"] = round(time.perf_counter() - start, 2)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """The Trainer's checkpoint and `pretrain_state.json`, written aside, moved into place, then old ones rotated."""
+        name = f"checkpoint-{self.state.global_step}"
+        output_dir = self.args.output_dir
+        self._run_dir = str(staging_dir(output_dir))
+        try:
+            if self.args.should_save:
+                os.makedirs(Path(self._run_dir) / name, exist_ok=True)
+                self._write_state(Path(self._run_dir) / name / PRETRAIN_STATE)
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._run_dir = None
+        self.accelerator.wait_for_everyone()
+        if self.is_local_process_zero():
+            publish(output_dir, name)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            rotate(output_dir, self.args.save_total_limit)
+
+    _run_dir: str | None = None
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._run_dir or super()._get_output_dir(trial)
+
+    def _write_state(self, path: Path) -> None:
+        state = {
+            "global_step": self.state.global_step,
+            "data_position": self.steps.position(self.state.global_step),
+            "target_tokens_seen": self.target_tokens_seen,
+            "num_steps": len(self.steps),
+            "fingerprint": self.fingerprint,
+            "window": vars(self._window),
+        }
+        path.write_text(json.dumps(state, indent=2) + "\n")
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
+        restored = super()._init_training_state(max_steps, *args)
+        # The Trainer goes on with the checkpoint's logging, saving and evaluation steps; what is asked now holds.
+        self.state.compute_steps(self.args, max_steps)
+        checkpoint = args[2]
+        if checkpoint is not None:
+            self._restore_state(Path(checkpoint))
+        return restored
+
+    def _restore_state(self, checkpoint: Path) -> None:
+        path = checkpoint / PRETRAIN_STATE
+        if not path.is_file():
+            raise ValueError(
+                f"{checkpoint} holds no {PRETRAIN_STATE}: it was not saved by this trainer, so its place in the data is "
+                "unknown. Start a new run from its weights with --model_name_or_path and a new --output_dir."
+            )
+        state = json.loads(path.read_text())
+        differing = [key for key, value in self.fingerprint.items() if state["fingerprint"].get(key) != value]
+        if differing:
+            listing = "; ".join(f"{key}: {state['fingerprint'].get(key)} then, {self.fingerprint[key]} now" for key in differing)
+            raise ValueError(
+                f"{checkpoint} belongs to another run ({listing}). Its step number would point to other data. Use the "
+                "former settings, or start a new run from its weights with --model_name_or_path and a new --output_dir."
+            )
+        self.target_tokens_seen = state["target_tokens_seen"]
+        self._window = _Window(**state["window"])
+        if state["num_steps"] != len(self.steps):
+            self._say(f"resume: the run is {len(self.steps)} steps long now, it was {state['num_steps']}; "
+                      "the schedule follows the new length")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _StepSums:
+    """Sums over all ranks of one step."""
+
+    cross_entropy: float
+    router: float
+    target_tokens: int
+
+
+@dataclass
+class _Window:
+    """Sums since the last log line; saved with a checkpoint so that an interrupted run logs the same numbers."""
+
+    cross_entropy: float = 0.0
+    router: float = 0.0
+    target_tokens: int = 0
+    steps: int = 0
+    clipped_steps: int = 0
+
+    def add(self, sums: _StepSums) -> None:
+        self.cross_entropy += sums.cross_entropy
+        self.router += sums.router
+        self.target_tokens += sums.target_tokens
+        self.steps += 1
+
+    def metrics(self) -> dict[str, float]:
+        tokens = max(self.target_tokens, 1)
+        metrics = {"loss": self.cross_entropy / tokens, "clip_fraction": self.clipped_steps / max(self.steps, 1)}
+        return metrics | ({"router_loss": self.router / tokens} if self.router else {})
+
+
+class _StepsFrom(Sampler[int]):
+    """Steps in order from wherever the run stands when iteration begins."""
+
+    def __init__(self, first_step: Callable[[], int], num_steps: int) -> None:
+        self._first_step, self._num_steps = first_step, num_steps
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._first_step(), self._num_steps))
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+
+def _call(function: Callable[[int], float], step: int) -> float:
+    return function(step)
+
+
+__all__ = ["NonFiniteLoss", "PretrainTrainer", "StepFlops", "checkpoint_step"]
