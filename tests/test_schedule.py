@@ -37,13 +37,14 @@ def test_linear_and_cosine_by_hand():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_shared_rules(schedule, warmup_steps, shape):
     decay_steps = 20 if schedule == "warmup_stable_decay" else 0
-    settings = dict(schedule=schedule, warmup_steps=warmup_steps, decay_steps=decay_steps, decay_shape=shape)
+    settings = {"schedule": schedule, "warmup_steps": warmup_steps, "decay_steps": decay_steps, "decay_shape": shape}
     got = curve(50, min_lr_ratio=0.05, **settings)
     assert got[0] > 0
     assert max(got) == 1.0
     assert got[-1] == (1.0 if schedule == "constant" else 0.05)
     peak = got.index(1.0)
-    assert got[:peak] == sorted(got[:peak]) and got[peak:] == sorted(got[peak:], reverse=True)
+    assert got[:peak] == sorted(got[:peak])
+    assert got[peak:] == sorted(got[peak:], reverse=True)
     assert lr_factor(10_000, num_steps=50, min_lr_ratio=0.05, **settings) == got[-1]
 
 
@@ -61,18 +62,19 @@ def test_a_longer_horizon_keeps_the_stable_part():
     """Branching: the stable phase of a short and of a long run is the same, so either can be resumed as the other."""
     short = curve(40, schedule="warmup_stable_decay", warmup_steps=5, decay_steps=10)
     long = curve(400, schedule="warmup_stable_decay", warmup_steps=5, decay_steps=10)
-    assert short[:30] == long[:30] and short[30] < 1.0
+    assert short[:30] == long[:30]
+    assert short[30] < 1.0
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(schedule="warmup_stable_decay", num_steps=10, warmup_steps=6, decay_steps=5),
-        dict(schedule="warmup_stable_decay", num_steps=10, warmup_steps=6, decay_steps=0),
-        dict(schedule="cosine", num_steps=10, warmup_steps=10),
-        dict(schedule="cosine", num_steps=10, warmup_steps=2, decay_steps=3),
-        dict(schedule="linear", num_steps=1, warmup_steps=0),
-        dict(schedule="constant", num_steps=10, warmup_steps=11),
+        {"schedule": "warmup_stable_decay", "num_steps": 10, "warmup_steps": 6, "decay_steps": 5},
+        {"schedule": "warmup_stable_decay", "num_steps": 10, "warmup_steps": 6, "decay_steps": 0},
+        {"schedule": "cosine", "num_steps": 10, "warmup_steps": 10},
+        {"schedule": "cosine", "num_steps": 10, "warmup_steps": 2, "decay_steps": 3},
+        {"schedule": "linear", "num_steps": 1, "warmup_steps": 0},
+        {"schedule": "constant", "num_steps": 10, "warmup_steps": 11},
     ],
 )
 def test_lengths_that_do_not_fit_are_refused_with_all_numbers(settings):

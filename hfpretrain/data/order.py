@@ -1,7 +1,7 @@
 """The order of blocks over all epochs: a seeded permutation that is computed, not stored.
 
-Pure numpy. Position i of the stream of blocks belongs to epoch i // num_blocks, and each epoch has its own permutation, so
-the data position of a run is one integer, resuming is O(1), and nothing depends on the number of processes.
+Pure numpy. Position i of the stream of blocks belongs to epoch i // num_blocks, and each epoch has its own permutation,
+so the data position of a run is one integer, resuming is O(1), and nothing depends on the number of processes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ ROUNDS = 8
 class BlockOrder:
     """A stream of block numbers, every block once per epoch, O(1) memory.
 
-    A balanced Feistel network is a bijection on [0, 4^k), the smallest such range that holds `num_blocks`; values outside
-    [0, num_blocks) are sent through it again until they fall inside ("cycle walking", Black & Rogaway 2002), which keeps
-    it a bijection on [0, num_blocks). The range is at most four times too large, so four passes are expected at most.
+    A balanced Feistel network is a bijection on [0, 4^k), the smallest such range that holds `num_blocks`; values
+    outside [0, num_blocks) are sent through it again until they fall inside ("cycle walking", Black & Rogaway 2002),
+    which keeps it a bijection on [0, num_blocks). The range is at most four times too large, so at most four passes are
+    expected.
 
     Args:
         num_blocks: blocks per epoch, at least 1.
@@ -31,8 +32,8 @@ class BlockOrder:
     def __init__(self, num_blocks: int, seed: int) -> None:
         if num_blocks < 1:
             raise ValueError(
-                f"num_blocks is {num_blocks}, so there is nothing to order: the training text is shorter than one block. "
-                "Give more text or a smaller sequence_length."
+                f"num_blocks is {num_blocks}, so there is nothing to order: the training text is shorter than one "
+                "block. Give more text or a smaller sequence_length."
             )
         self.num_blocks = int(num_blocks)
         self.seed = int(seed)

@@ -3,8 +3,8 @@
 Pure numpy. A packing never touches a token: it is three integer arrays that say which stretches of the flat token
 buffer stand in which block. Two ways are offered:
 
-* `pack_concat`: consecutive `sequence_length`-token blocks of the buffer, every block full; documents are cut wherever a
-  block ends, and the tail of the epoch that fills no block is left out.
+* `pack_concat`: consecutive `sequence_length`-token blocks of the buffer, every block full; documents are cut wherever
+  a block ends, and the tail of the epoch that fills no block is left out.
 * `pack_best_fit`: documents stay whole where they fit into a block, blocks may end in padding, nothing is left out.
 """
 
@@ -92,10 +92,10 @@ def pack_concat(lengths: np.ndarray, sequence_length: int) -> PackedIndex:
 def pack_best_fit(lengths: np.ndarray, sequence_length: int) -> PackedIndex:
     """Best-fit decreasing: whole documents where they fit, nothing dropped, few padding tokens.
 
-    Documents longer than a block are first cut into `sequence_length`-token pieces and a rest. Then pieces are taken from
-    the longest to the shortest, each put into the block with the least room that still holds it (among equals: the one
-    that has had that room for longest); if none holds it, a new block is opened. At most 11/9 of the fewest possible
-    blocks plus 4 (D. S. Johnson, "Near-optimal bin packing algorithms", 1973); on text far closer.
+    Documents longer than a block are first cut into `sequence_length`-token pieces and a rest. Then pieces are taken
+    from the longest to the shortest, each put into the block with the least room that still holds it (among equals: the
+    one that has had that room for longest); if none holds it, a new block is opened. At most 11/9 of the fewest
+    possible blocks plus 4 (D. S. Johnson, "Near-optimal bin packing algorithms", 1973); on text far closer.
 
     The result is exactly that of the algorithm run piece by piece, but it is computed for all pieces of one length and
     all blocks with one capacity at a time, so its cost hardly depends on the number of documents.

@@ -13,6 +13,8 @@ import re
 import shutil
 from pathlib import Path
 
+from hfpretrain.errors import ConfigError, Problem
+
 STAGING_FOLDER = ".saving"
 TRAINER_STATE = "trainer_state.json"
 _CHECKPOINT_NAME = re.compile(r"^checkpoint-(\d+)$")
@@ -38,6 +40,33 @@ def latest_checkpoint(output_dir: str | Path) -> Path | None:
     """The complete checkpoint with the highest step, or None."""
     checkpoints = list_checkpoints(output_dir)
     return checkpoints[-1] if checkpoints else None
+
+
+def resume_point(asked: str | None, output_dir: str | Path) -> Path | None:
+    """Which checkpoint a launch continues from, None for a new run.
+
+    Args:
+        asked: `auto` (the newest complete checkpoint of output_dir, if there is one), a checkpoint folder, or `false`.
+
+    Raises:
+        ConfigError: the folder is no complete checkpoint; or a new run was asked for in a folder that holds checkpoints,
+            whose higher steps would later be taken for the newest of the new run.
+    """
+    newest = latest_checkpoint(output_dir)
+    if asked in (None, "false"):
+        if newest is not None:
+            what = "a new run was asked for, but output_dir holds checkpoints of an earlier one"
+            remedy = "another output_dir, or remove them, or resume_from_checkpoint: auto to continue"
+            raise ConfigError([Problem(what, str(newest), "resume_from_checkpoint", remedy)])
+        return None
+    if asked == "auto":
+        return newest
+    folder = Path(str(asked))
+    if not (folder / TRAINER_STATE).is_file():
+        what = f"no complete checkpoint there: it has no {TRAINER_STATE}"
+        remedy = f"one of {[str(found) for found in list_checkpoints(folder.parent)] or 'the complete ones'}, or auto"
+        raise ConfigError([Problem(what, str(asked), "resume_from_checkpoint", remedy)])
+    return folder
 
 
 def staging_dir(output_dir: str | Path) -> Path:

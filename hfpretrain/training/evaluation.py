@@ -112,7 +112,9 @@ def evaluate_bits_per_byte(
         totals = torch.tensor(gathered, dtype=torch.float64).sum(dim=0)
     nats, target_tokens = float(totals[0]), int(totals[1])
     if target_tokens != windows.num_targets:
-        raise RuntimeError(f"scored {target_tokens} tokens of {windows.num_targets}: the windows were not all scored once")
+        raise RuntimeError(
+            f"scored {target_tokens} tokens of {windows.num_targets}: the windows were not all scored once"
+        )
     return summarise(nats, target_tokens=target_tokens, text_bytes=int(windows.documents.text_bytes.sum()))
 
 

@@ -1,4 +1,4 @@
-"""How logits are asked of any causal LM: which inputs its forward takes, and the router loss of a mixture of experts."""
+"""How logits are asked of any causal LM: which inputs its forward takes, and its router loss if it has one."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ class LogitsForward:
         if self._has_router_loss and self._router_coefficient is None:
             raise ValueError(
                 f"{type(model).__name__} has output_router_logits=true, but neither the model nor its config has "
-                "router_aux_loss_coef. Set output_router_logits to false in config_overrides to train without that loss."
+                "router_aux_loss_coef. Set output_router_logits to false in config_overrides to train without it."
             )
-        extra = {"use_cache": False, "output_router_logits": True if self._has_router_loss else None, "return_dict": True}
+        extra = {
+            "use_cache": False,
+            "output_router_logits": True if self._has_router_loss else None,
+            "return_dict": True,
+        }
         self._extra = {name: value for name, value in extra.items() if name in parameters and value is not None}
 
     def __call__(self, model: torch.nn.Module, inputs: Mapping[str, Any]) -> Any:

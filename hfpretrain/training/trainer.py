@@ -8,7 +8,6 @@ what is put beside a checkpoint. Right at DDP and DeepSpeed ZeRO 0-3 alike.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
@@ -20,27 +19,31 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.utils import logging
 
+from hfpretrain.data.collator import PackedCollator
+from hfpretrain.data.isolation import measure_leak
 from hfpretrain.data.steps import TrainingSteps
+from hfpretrain.errors import Problem, refuse
+from hfpretrain.launch_checks import verify_engine
 from hfpretrain.loss import count_targets, cross_entropy_sum
-from hfpretrain.training.checkpoints import checkpoint_step, publish, rotate, staging_dir
+from hfpretrain.training.checkpoints import publish, rotate, staging_dir
+from hfpretrain.training.counters import LogWindow, StepSums
 from hfpretrain.training.evaluation import EvaluationWindows, evaluate_bits_per_byte
 from hfpretrain.training.forward import LogitsForward
 from hfpretrain.training.optimizer import build_optimizer, describe_groups, parameter_groups
+from hfpretrain.training.resume import PretrainState, apply_asked_hyperparameters, read_state
 from hfpretrain.training.throughput import Throughput
 
 logger = logging.get_logger(__name__)
 
 MicroBatch = dict[str, Any]
-PRETRAIN_STATE = "pretrain_state.json"
 
 
-class NonFiniteLoss(RuntimeError):
+class NonFiniteLossError(RuntimeError):
     """The loss is NaN or infinite; raised before the update, so the weights are those of the step before."""
 
 
@@ -63,7 +66,10 @@ class PretrainTrainer(Trainer):
         eval_dataset: held-out windows, scored by `evaluate`.
         lr_factor: 0-based step -> multiple of the base learning rate.
         fingerprint: what identifies data, order and batch; a checkpoint of another fingerprint is not resumed.
+        isolation: the collator whose documents must not see each other; that they do not is measured on the wrapped
+            model before the first step, and a leak stops the run. None: documents are not kept apart, by decision.
         flops: FLOPs of one input token, for MFU and `total_flos`.
+        peak_flops: dense peak of one device in FLOP/s; None where unknown.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class PretrainTrainer(Trainer):
         lr_factor: Callable[[int], float],
         eval_dataset: EvaluationWindows | None = None,
         fingerprint: Mapping[str, Any] | None = None,
+        isolation: PackedCollator | None = None,
         flops: StepFlops = StepFlops(),
         peak_flops: float | None = None,
         **kwargs: Any,
@@ -88,18 +95,21 @@ class PretrainTrainer(Trainer):
         self.steps = train_dataset
         self.lr_factor = lr_factor
         self.fingerprint = dict(fingerprint or {})
+        self.isolation = isolation
         self.flops = flops
         self.forward_logits = LogitsForward(model)
         self.throughput = Throughput(world_size=args.world_size, peak_flops=peak_flops)
         self.target_tokens_seen = 0
         self.stop_requested = False  # set it from anywhere, on any rank: all ranks save and stop after this step
-        self._window = _Window()
+        self._window = LogWindow()
         self._grad_norm: float | None = None
+        self._step_done: StepSums | None = None
+        self._run_dir: str | None = None  # where checkpoints are being written, None outside of saving
 
     # -- data: the step number is the position ------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader:
-        """A loader that starts at `state.global_step`, on this rank's share already; accelerate must not shard it again."""
+        """Steps from `state.global_step` on, this rank's share of each: accelerate must not shard it again."""
         workers = self.args.dataloader_num_workers
         return DataLoader(
             self.steps,
@@ -148,23 +158,22 @@ class PretrainTrainer(Trainer):
         """
         model.train()
         scale = self.args.world_size / num_items_in_batch.clamp(min=1)
-        sums = torch.zeros(2, dtype=torch.float64)  # cross-entropy, token-weighted router loss; on the host: no MPS float64
+        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # cross-entropy, router loss
         for index, micro in enumerate(inputs):
             is_last = index == len(inputs) - 1
             with self._accumulation(model, is_last):
                 cross_entropy, router = self._token_sums(model, self._prepare_inputs(micro))
-                sums = sums.to(cross_entropy.device) if cross_entropy.device.type != "mps" else sums
                 sums += torch.stack([cross_entropy, router]).detach().to(sums)
                 if is_last:
                     total = self._gather(sums, num_items_in_batch)
                 self._backward(model, (cross_entropy + router) * scale, is_last)
         self.target_tokens_seen += total.target_tokens
         self._window.add(total)
-        self.throughput_counts = (self.steps.batch_tokens, total.target_tokens)
-        return torch.tensor(total.cross_entropy / max(total.target_tokens, 1), device=self.args.device)
+        self._step_done = total
+        return torch.tensor(total.loss, device=self.args.device)
 
     def _token_sums(self, model: torch.nn.Module, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums over one micro-batch: cross-entropy in nats, and the router's balancing loss weighted by target tokens."""
+        """Sums over one micro-batch: cross-entropy in nats; the router's balancing loss weighted by target tokens."""
         labels = micro.pop("labels")
         with self.compute_loss_context_manager():
             outputs = self.forward_logits(model, micro)
@@ -200,7 +209,7 @@ class PretrainTrainer(Trainer):
         grads = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
         return float(torch.nn.utils.get_total_norm(grads))
 
-    def _gather(self, sums: torch.Tensor, step_tokens: torch.Tensor) -> _StepSums:
+    def _gather(self, sums: torch.Tensor, step_tokens: torch.Tensor) -> StepSums:
         """Add up all ranks' sums in rank order (the same bits everywhere) and stop before a non-finite update."""
         mine = torch.cat([sums, sums.new_tensor([float(self.stop_requested)])])
         ranks = [torch.empty_like(mine) for _ in range(self.args.world_size)] if self.args.world_size > 1 else [mine]
@@ -210,13 +219,13 @@ class PretrainTrainer(Trainer):
         bad = [rank for rank, row in enumerate(rows) if not math.isfinite(row[0] + row[1])]
         if bad:
             step = self.state.global_step
-            raise NonFiniteLoss(
+            raise NonFiniteLossError(
                 f"loss is not finite at step {step} on rank(s) {bad} (sums per rank: {[row[0] for row in rows]}); data "
                 f"position {self.steps.position(step)}. The update was not made: weights are those after step {step}. "
                 "Resume from the last checkpoint with a lower learning rate or longer warm-up, or look at these rows."
             )
         self.stop_requested = any(row[2] > 0 for row in rows)
-        return _StepSums(sum(row[0] for row in rows), sum(row[1] for row in rows), int(step_tokens))
+        return StepSums(sum(row[0] for row in rows), sum(row[1] for row in rows), int(step_tokens))
 
     # -- clipping -----------------------------------------------------------------------------------------------------
 
@@ -229,8 +238,12 @@ class PretrainTrainer(Trainer):
         norm = float(norm) if norm is not None else None
         if norm is not None:
             self._window.clipped_steps += int(0 < self.args.max_grad_norm < norm)
-            if not math.isfinite(norm) and not self.args.fp16:  # fp16 overflows on purpose: the loss scaler skips the step
-                raise NonFiniteLoss(f"gradient norm is {norm} at step {self.state.global_step}, the loss was finite")
+            if (
+                not math.isfinite(norm) and not self.args.fp16
+            ):  # fp16 overflows on purpose: the loss scaler skips the step
+                raise NonFiniteLossError(
+                    f"gradient norm is {norm} at step {self.state.global_step}, the loss was finite"
+                )
         return norm
 
     # -- optimizer and schedule ---------------------------------------------------------------------------------------
@@ -246,50 +259,62 @@ class PretrainTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
         # A partial, not an object: LambdaLR puts an object's attributes into the checkpoint, and a resume would get
         # the old horizon back instead of the one that is asked for now.
-        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lr_lambda=partial(_call, self.lr_factor))
-        self._created_lr_scheduler = True
-        return self.lr_scheduler
+        scheduler = LambdaLR(
+            cast(torch.optim.Optimizer, optimizer or self.optimizer), lr_lambda=partial(_call, self.lr_factor)
+        )
+        self.lr_scheduler, self._created_lr_scheduler = scheduler, True
+        return scheduler
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        refuse(verify_engine(self.accelerator, self.model_wrapped, self.args) + self._leaks())
         if resume_from_checkpoint is not None:
-            self._apply_asked_hyperparameters()
+            apply_asked_hyperparameters(
+                cast(torch.optim.Optimizer, self.optimizer),
+                cast(LambdaLR, self.lr_scheduler),
+                args=self.args,
+                lr_factor=self.lr_factor,
+                step=self.state.global_step,
+                say=self._say,
+            )
         return prepared
 
-    def _apply_asked_hyperparameters(self) -> None:
-        """A checkpoint brings its own learning rate, decay and betas; what was asked for on this launch holds."""
-        asked = {"initial_lr": self.args.learning_rate, "eps": self.args.adam_epsilon}
-        groups = self.optimizer.param_groups
-        for group in groups:
-            decay = self.args.weight_decay if group["weight_decay"] != 0 else 0.0
-            wanted = {**asked, "weight_decay": decay, "betas": (self.args.adam_beta1, self.args.adam_beta2)}
-            for key, value in wanted.items():
-                before = tuple(group[key]) if key == "betas" and key in group else group.get(key)
-                if before is not None and before != value:
-                    self._say(f"resume: {group.get('name', 'group')}.{key} changes from {before} to {value}, as asked")
-                    group[key] = value
-            group["lr"] = group["initial_lr"] * self.lr_factor(self.state.global_step)
-        self.lr_scheduler.base_lrs = [group["initial_lr"] for group in groups]
-        self.lr_scheduler._last_lr = [group["lr"] for group in groups]
+    def check(self) -> None:
+        """Wrap the model and run every check that needs it, without a training step. Raises ConfigError."""
+        self._prepare_for_training(len(self.steps), self.get_train_dataloader(), None)
+
+    def _leaks(self) -> list[Problem]:
+        if self.isolation is None:
+            return []
+        model = self.model_wrapped
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            leak = measure_leak(
+                lambda batch: self.forward_logits(model, batch).logits,
+                vocab_size=self.model.config.get_text_config().vocab_size,
+                device=self.args.device,
+                collator=self.isolation,
+            )
+        model.train(was_training)
+        self._say(f"isolation of documents: {leak.detail}")
+        return [] if leak.isolated else [leak_problem(type(self.model).__name__, leak.detail)]
 
     # -- logging ------------------------------------------------------------------------------------------------------
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self.throughput_counts is not None:  # once per step; the Trainer calls again at the end of an epoch
-            input_tokens, target_tokens = self.throughput_counts
+        if self._step_done is not None:  # once per step; the Trainer calls again at the end of an epoch
             self.throughput.end_step(
-                input_tokens=input_tokens,
-                target_tokens=target_tokens,
-                flops_full=self.flops.full * input_tokens,
-                flops_causal=self.flops.causal * input_tokens,
+                input_tokens=self.steps.batch_tokens,
+                target_tokens=self._step_done.target_tokens,
+                flops_full=self.flops.full * self.steps.batch_tokens,
+                flops_causal=self.flops.causal * self.steps.batch_tokens,
             )
-            self.throughput_counts = None
+            self._step_done = None
         self.state.epoch = self.steps.epoch(self.state.global_step)
         if self.stop_requested:
             self.control.should_save = self.control.should_training_stop = True
         super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    throughput_counts: tuple[int, int] | None = None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The Trainer's log line, with `loss` weighted by tokens over the whole window and our counters beside it."""
@@ -298,7 +323,7 @@ class PretrainTrainer(Trainer):
             logs.update(self.throughput.drain())
             logs["input_tokens"] = self.state.num_input_tokens_seen
             logs["target_tokens"] = self.target_tokens_seen
-            self._window = _Window()
+            self._window = LogWindow()
         super().log(logs, start_time)
 
     def _say(self, message: str) -> None:
@@ -336,14 +361,14 @@ class PretrainTrainer(Trainer):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """The Trainer's checkpoint and `pretrain_state.json`, written aside, moved into place, then old ones rotated."""
+        """The Trainer's checkpoint and `pretrain_state.json`: written aside, moved into place, old ones rotated."""
         name = f"checkpoint-{self.state.global_step}"
-        output_dir = self.args.output_dir
+        output_dir = Path(cast(str, self.args.output_dir))
         self._run_dir = str(staging_dir(output_dir))
         try:
             if self.args.should_save:
                 os.makedirs(Path(self._run_dir) / name, exist_ok=True)
-                self._write_state(Path(self._run_dir) / name / PRETRAIN_STATE)
+                self._pretrain_state().write(Path(self._run_dir) / name)
             super()._save_checkpoint(model, trial)
         finally:
             self._run_dir = None
@@ -354,82 +379,41 @@ class PretrainTrainer(Trainer):
         if self.args.should_save:
             rotate(output_dir, self.args.save_total_limit)
 
-    _run_dir: str | None = None
-
     def _get_output_dir(self, trial: Any) -> str:
         return self._run_dir or super()._get_output_dir(trial)
 
-    def _write_state(self, path: Path) -> None:
-        state = {
-            "global_step": self.state.global_step,
-            "data_position": self.steps.position(self.state.global_step),
-            "target_tokens_seen": self.target_tokens_seen,
-            "num_steps": len(self.steps),
-            "fingerprint": self.fingerprint,
-            "window": vars(self._window),
-        }
-        path.write_text(json.dumps(state, indent=2) + "\n")
+    def _pretrain_state(self) -> PretrainState:
+        return PretrainState(
+            num_steps=len(self.steps),
+            target_tokens_seen=self.target_tokens_seen,
+            data_position=self.steps.position(self.state.global_step),
+            fingerprint=self.fingerprint,
+            window=self._window,
+        )
 
-    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
-        restored = super()._init_training_state(max_steps, *args)
+    def _init_training_state(
+        self, max_steps: int, per_epoch: int, epochs: int, resume_from_checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        trained = super()._init_training_state(max_steps, per_epoch, epochs, resume_from_checkpoint, trial)
         # The Trainer goes on with the checkpoint's logging, saving and evaluation steps; what is asked now holds.
         self.state.compute_steps(self.args, max_steps)
-        checkpoint = args[2]
-        if checkpoint is not None:
-            self._restore_state(Path(checkpoint))
-        return restored
-
-    def _restore_state(self, checkpoint: Path) -> None:
-        path = checkpoint / PRETRAIN_STATE
-        if not path.is_file():
-            raise ValueError(
-                f"{checkpoint} holds no {PRETRAIN_STATE}: it was not saved by this trainer, so its place in the data is "
-                "unknown. Start a new run from its weights with --model_name_or_path and a new --output_dir."
-            )
-        state = json.loads(path.read_text())
-        differing = [key for key, value in self.fingerprint.items() if state["fingerprint"].get(key) != value]
-        if differing:
-            listing = "; ".join(f"{key}: {state['fingerprint'].get(key)} then, {self.fingerprint[key]} now" for key in differing)
-            raise ValueError(
-                f"{checkpoint} belongs to another run ({listing}). Its step number would point to other data. Use the "
-                "former settings, or start a new run from its weights with --model_name_or_path and a new --output_dir."
-            )
-        self.target_tokens_seen = state["target_tokens_seen"]
-        self._window = _Window(**state["window"])
-        if state["num_steps"] != len(self.steps):
-            self._say(f"resume: the run is {len(self.steps)} steps long now, it was {state['num_steps']}; "
-                      "the schedule follows the new length")  # fmt: skip
+        if resume_from_checkpoint is not None:
+            saved = read_state(Path(resume_from_checkpoint), fingerprint=self.fingerprint)
+            self.target_tokens_seen, self._window = saved.target_tokens_seen, saved.window
+            if saved.num_steps != max_steps:
+                self._say(
+                    f"resume: the schedule follows the length asked for now, {max_steps} steps, not {saved.num_steps}"
+                )
+        return trained
 
 
-@dataclass(frozen=True)
-class _StepSums:
-    """Sums over all ranks of one step."""
-
-    cross_entropy: float
-    router: float
-    target_tokens: int
-
-
-@dataclass
-class _Window:
-    """Sums since the last log line; saved with a checkpoint so that an interrupted run logs the same numbers."""
-
-    cross_entropy: float = 0.0
-    router: float = 0.0
-    target_tokens: int = 0
-    steps: int = 0
-    clipped_steps: int = 0
-
-    def add(self, sums: _StepSums) -> None:
-        self.cross_entropy += sums.cross_entropy
-        self.router += sums.router
-        self.target_tokens += sums.target_tokens
-        self.steps += 1
-
-    def metrics(self) -> dict[str, float]:
-        tokens = max(self.target_tokens, 1)
-        metrics = {"loss": self.cross_entropy / tokens, "clip_fraction": self.clipped_steps / max(self.steps, 1)}
-        return metrics | ({"router_loss": self.router / tokens} if self.router else {})
+def leak_problem(model_name: str, detail: str) -> Problem:
+    return Problem(
+        what=f"{model_name} lets a document of a row see the one before it",
+        given=detail,
+        source="isolate_documents",
+        remedy="isolate_documents: false to train on rows of unseparated documents, or another model or attention",
+    )
 
 
 class _StepsFrom(Sampler[int]):
@@ -447,6 +431,3 @@ class _StepsFrom(Sampler[int]):
 
 def _call(function: Callable[[int], float], step: int) -> float:
     return function(step)
-
-
-__all__ = ["NonFiniteLoss", "PretrainTrainer", "StepFlops", "checkpoint_step"]

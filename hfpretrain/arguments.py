@@ -1,0 +1,351 @@
+"""Everything that can be configured, in three dataclasses, and `parse`, which fills them.
+
+`ModelArguments` and `DataArguments` are ours; `PretrainArguments` is `transformers.TrainingArguments` with its names
+and habits, other defaults where pretraining needs them, and the fields that pretraining adds. Every field that is
+defined or re-defined here says in its help which unit it has and why its default is what it is.
+
+Precedence, weakest first: the defaults here, the files after `--config` from left to right, the command line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from transformers import TrainingArguments
+
+from hfpretrain.argument_rules import check_values
+from hfpretrain.command_line import read_command_line
+from hfpretrain.errors import ConfigError, Problem, refuse
+
+
+def _arg(default: Any, help_text: str) -> Any:
+    """A field with its help."""
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass
+class ModelArguments:
+    """Which model, from which configuration or weights, and which tokenizer. One of the first three is given."""
+
+    _argument_group_name = "model"
+
+    model_type: str | None = _arg(
+        None,
+        "Architecture to build with random weights: gpt2, llama, qwen3, mixtral, mamba, ... (a transformers model "
+        "type).",
+    )
+    config_name: str | None = _arg(
+        None,
+        "Folder or hub name of a configuration to build with random weights.",
+    )
+    model_name_or_path: str | None = _arg(
+        None,
+        "Folder or hub name of weights to continue from.",
+    )
+    config_overrides: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "help": "Configuration keys to change: a mapping in YAML; on the command line "
+            "hidden_size=256,num_hidden_layers=4 or JSON. Merged key by key over the files'. A key that the "
+            "configuration does not have is refused."
+        },
+    )
+    tokenizer_name: str | None = _arg(
+        None,
+        "Folder or hub name; 'train:8192' trains a byte-level BPE of exactly 8192 entries on the training data; "
+        "'bytes' is one token per byte. Default: the one of config_name or model_name_or_path.",
+    )
+    attn_implementation: str | None = _arg(
+        None,
+        "eager, sdpa, flash_attention_2, flex_attention, ... Default: what transformers picks for the model.",
+    )
+
+
+@dataclass
+class DataArguments:
+    """Which text, and how it becomes rows of tokens."""
+
+    _argument_group_name = "data"
+
+    dataset: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "One or more sources: 'stdlib' (the running interpreter's own source files), hub names, folders "
+            "written by save_to_disk, txt / jsonl / parquet / arrow files or globs."
+        },
+    )
+    text_column: str = _arg(
+        "text",
+        "Column that holds the text. 'text' is the habit of nearly every public corpus.",
+    )
+    validation_fraction: float = _arg(
+        0.005,
+        "Share of the documents held out, chosen by a hash of their text. 0.005 costs little training data and is "
+        "enough for a stable bits-per-byte from about 100 MB of text on; 0 turns evaluation off.",
+    )
+    sequence_length: int = _arg(
+        1024,
+        "Tokens per row. 1024 fits every architecture's default position limit; longer rows cost attention time and "
+        "pay off where documents are longer.",
+    )
+    packing: Literal["concat", "best_fit"] = _arg(
+        "concat",
+        "concat: rows are consecutive tokens, nothing is wasted. best_fit: documents stay whole where they fit, rows "
+        "carry some padding. Default concat: every position learns, whatever the lengths of the documents.",
+    )
+    isolate_documents: bool = _arg(
+        True,
+        "Documents in one row do not see each other. Default true: a document should not be learnt as the "
+        "continuation of an unrelated one. Set false for a model on which that cannot be done.",
+    )
+    cache_dir: str = field(
+        default_factory=lambda: os.environ.get("HFPRETRAIN_CACHE", os.path.join("~", ".cache", "hfpretrain")),
+        metadata={
+            "help": "Folder of the tokenised data and trained tokenizers. The variable HFPRETRAIN_CACHE sets "
+            "the default."
+        },
+    )
+    preprocessing_num_workers: int | None = _arg(
+        None,
+        "Processes that tokenise. Default: one per CPU core; the result does not depend on it.",
+    )
+
+    def __post_init__(self) -> None:
+        self.cache_dir = os.path.expanduser(self.cache_dir)
+
+
+@dataclass
+class PretrainArguments(TrainingArguments):
+    """`TrainingArguments` for pretraining: length and batch in tokens, schedules that end, defaults with a reason.
+
+    Attributes:
+        sources: field name -> where its value came from: a file's name, "command line" or "default". Filled by `parse`;
+            empty when the class is built by hand.
+        accumulation_asked: `gradient_accumulation_steps` as the user gave it, None when not given. The Trainer always
+            sees 1, because one item of the data loader is one optimizer step (`hfpretrain.preflight.derive` compares).
+    """
+
+    _argument_group_name = "training (every other field of transformers.TrainingArguments works too: --help_all)"
+
+    output_dir: str | None = _arg(
+        None,
+        "Folder of this run's checkpoints, logs and run.json. Must be given: with a shared default, one run would "
+        "continue another's checkpoints.",
+    )
+
+    # --- length and batch -------------------------------------------------------------------------------------------
+    batch_tokens: int = _arg(
+        262_144,
+        "Tokens (input positions) per optimizer step, over all devices; a multiple of sequence_length. Takes 262_144,"
+        " 2.5e5, 0.25M, 256Ki. The default, 2^18, suits roughly 100 to 400 million parameters: GPT-3 used 2^19 there,"
+        " and smaller batches learn more per token. Accumulation follows from it, so the training is the same on any "
+        "number of devices.",
+    )
+    total_tokens: int | None = _arg(
+        None,
+        "Tokens to train on; whole steps only, the rest is reported. Takes 10M, 2.5B, ... This or max_steps is needed.",
+    )
+    max_steps: int = _arg(
+        -1,
+        "Optimizer steps, in place of total_tokens; -1: not given. Given both, they must say the same.",
+    )
+    per_device_train_batch_size: int = _arg(
+        8,
+        "Rows per device that fit in memory at once. It changes speed and memory, never the training. 8 rows of 1024 "
+        "tokens keep a 24 GB device busy with a 160M model.",
+    )
+    gradient_accumulation_steps: int = _arg(
+        1,
+        "Leave it out: ceil(ceil(batch_tokens / sequence_length / devices) / per_device_train_batch_size). Given, it "
+        "must agree with that.",
+    )
+
+    # --- optimizer --------------------------------------------------------------------------------------------------
+    learning_rate: float = _arg(
+        6e-4,
+        "Peak learning rate. 6e-4 is the published value at 125 to 160 million parameters (GPT-3 table 2.1, Pythia); "
+        "3e-4 is usual from 1 to 8 billion (Llama 2, OLMo 2), and 1e-3 to 4e-3 below 30 million (our guess).",
+    )
+    weight_decay: float = _arg(
+        0.1,
+        "Decay rate, applied to weight matrices only. 0.1 is what GPT-3, Llama and OLMo used.",
+    )
+    adam_beta2: float = _arg(
+        0.95,
+        "Decay of Adam's second moment per step. 0.95 (GPT-3, Llama): at 0.999 a gradient spike stays in "
+        "it for thousands of steps.",
+    )
+    max_grad_norm: float = _arg(
+        1.0,
+        "Global gradient norm above which the gradient is scaled down; 1.0 as in GPT-3 and Llama. 0 turns it off.",
+    )
+
+    # --- schedule ---------------------------------------------------------------------------------------------------
+    lr_scheduler_type: str = _arg(
+        "warmup_stable_decay",
+        "warmup_stable_decay, cosine, linear or constant, each after a warm-up. Default WSD: as good as cosine "
+        "(Haegele et al. 2024) and its stable part can be prolonged or branched without a restart.",
+    )
+    warmup_steps: float = _arg(
+        0,
+        "Warm-up in optimizer steps (1 or more; 0: none), in place of warmup_fraction.",
+    )
+    warmup_fraction: float | None = _arg(
+        None,
+        "Warm-up as a share of the run. Default 0.02: Adam's moments need some hundred steps, and 2%% gives them that"
+        " in most runs.",
+    )
+    decay_steps: int | None = _arg(
+        None,
+        "Final decay of warmup_stable_decay in optimizer steps, in place of decay_fraction.",
+    )
+    decay_fraction: float | None = _arg(
+        None,
+        "Final decay of warmup_stable_decay as a share of the run. Default 0.2: where Haegele et al. 2024 meet cosine.",
+    )
+    decay_shape: Literal["1-sqrt", "linear", "cosine"] = _arg(
+        "1-sqrt",
+        "Shape of that decay. 1-sqrt gave the lowest loss in Haegele et al. 2024.",
+    )
+    min_lr_ratio: float = _arg(
+        0.0,
+        "Learning rate of the last step, as a share of the peak. 0: decaying to zero gave the lowest final loss in "
+        "Bergsma et al. 2025.",
+    )
+
+    # --- logging, evaluation, checkpoints ---------------------------------------------------------------------------
+    logging_steps: float = _arg(
+        10,
+        "Optimizer steps between log lines; loss is the token mean over them.",
+    )
+    logging_first_step: bool = _arg(
+        True,
+        "Log step 1. Default true: its loss must be near ln(vocabulary size), the cheapest check there is.",
+    )
+    logging_nan_inf_filter: bool = _arg(
+        False,
+        "Hide non-finite losses. Default false: they stop the run instead, with step and data position.",
+    )
+    report_to: list[str] = field(
+        default_factory=lambda: ["none"],
+        metadata={
+            "help": "Trackers: tensorboard, wandb, trackio, ... (several allowed), or none, the default "
+            "of transformers."
+        },
+    )
+    eval_strategy: str = _arg(
+        "steps",
+        "no or steps. Default: steps, or no where validation_fraction is 0.",
+    )
+    eval_steps: float | None = _arg(
+        500,
+        "Optimizer steps between evaluations. 500, like save_steps, so that every checkpoint has a score.",
+    )
+    save_steps: float = _arg(
+        500, "Optimizer steps between checkpoints. 500 as in transformers; the last step is saved too."
+    )
+    save_total_limit: int | None = _arg(
+        3,
+        "Newest checkpoints kept; 'none' keeps all. 3: optimizer states are large, and one bad checkpoint must not be"
+        " the only one.",
+    )
+    resume_from_checkpoint: str = _arg(
+        "auto",
+        "auto: the newest complete checkpoint in output_dir if there is one, so that the same command continues a "
+        "killed run; a folder: that checkpoint; false: start anew.",
+    )
+    seed: int = _arg(42, "Decides the initial weights and the order of the rows; 42 is a habit, any number is as good.")
+    preflight_only: bool = _arg(
+        False,
+        "Check everything, print the plan and the verdicts, and stop before the first step.",
+    )
+
+    # --- what this trainer's way of feeding data needs ----------------------------------------------------------------
+    remove_unused_columns: bool = _arg(
+        False,
+        "Must stay false: an item of the data loader is a whole optimizer step, it has no columns.",
+    )
+    ignore_data_skip: bool = _arg(
+        True,
+        "Must stay true: a resumed run starts at its step in O(1), nothing is re-read.",
+    )
+    ddp_find_unused_parameters: bool | None = _arg(
+        False,
+        "Default false: searching costs time at every step, and pretraining uses every parameter.",
+    )
+
+    sources: dict[str, str] = field(default_factory=dict, init=False, repr=False)
+    accumulation_asked: int | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.gradient_accumulation_steps != 1:
+            self.accumulation_asked = self.gradient_accumulation_steps
+            self.gradient_accumulation_steps = 1
+        if not torch.accelerator.is_available():
+            self._prepare_cpu_machine()
+        super().__post_init__()
+
+    def _prepare_cpu_machine(self) -> None:
+        """Set what accelerate and DeepSpeed need on a machine without an accelerator, where the user did not.
+
+        Without `use_cpu`, launched ranks form no group under DDP, nor under `--deepspeed`, where `ddp_backend` is not
+        passed on. Where the launcher asks for DeepSpeed the group is DeepSpeed's own, and needs the backend only.
+        """
+        if deepspeed_requested(self.deepspeed):
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        if self.deepspeed or not deepspeed_requested(self.deepspeed):
+            self.use_cpu = True
+        if self.ddp_backend is None and "WORLD_SIZE" in os.environ:
+            self.ddp_backend = "gloo"
+
+
+def deepspeed_requested(deepspeed: Any) -> bool:
+    """Whether DeepSpeed is asked for, by `--deepspeed` or by the launcher's configuration."""
+    return bool(deepspeed) or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in {"true", "1", "yes"}
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArguments, PretrainArguments]:
+    """Read `--config` files and the command line into the three dataclasses.
+
+    Args:
+        argv: the command line without the program's name; None takes this process's.
+
+    Raises:
+        ConfigError: with every unknown key, wrong type and contradiction at once, each with its source and remedy.
+        SystemExit: after `--help` or `--help_all` only.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    classes = (ModelArguments, DataArguments, PretrainArguments)
+    reading = read_command_line(classes, argv)
+    values = SimpleNamespace(**reading.values)
+    if values.validation_fraction == 0 and reading.sources["eval_strategy"] == "default":
+        values.eval_strategy = "no"
+    rules = check_values(values, sources=reading.sources)
+    refuse(reading.problems + [problem for fields, problem in rules if not reading.bad_fields.intersection(fields)])
+    model_args = ModelArguments(**reading.values_of(ModelArguments, values))
+    data_args = DataArguments(**reading.values_of(DataArguments, values))
+    try:
+        args = PretrainArguments(**reading.values_of(PretrainArguments, values))
+    except (ValueError, ImportError) as error:
+        raise ConfigError([_refused_by_transformers(error, reading.sources)]) from error
+    args.sources = reading.sources
+    if reading.sources["gradient_accumulation_steps"] != "default":
+        args.accumulation_asked = values.gradient_accumulation_steps
+    return model_args, data_args, args
+
+
+def _refused_by_transformers(error: Exception, sources: dict[str, str]) -> Problem:
+    named = [name for name in sources if name in str(error) and sources[name] != "default"]
+    origin = ", ".join(f"{name} from {sources[name]}" for name in named) or "see the message"
+    return Problem(
+        what="transformers.TrainingArguments refuses these arguments",
+        given=str(error).replace("\n", " "),
+        source=origin,
+        remedy="change the field that the message names",
+    )

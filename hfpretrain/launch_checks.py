@@ -1,0 +1,179 @@
+"""Is what runs what was asked for? The launcher, the DeepSpeed configuration, and the wrapped model.
+
+accelerate starts one process where two were asked for, and runs DDP where DeepSpeed was asked for, without a word, when
+its configuration does not suit the machine. Training would go on, only slower or with another memory plan.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hfpretrain.errors import Problem
+
+_MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+# DeepSpeed key -> the argument that owns the number. "auto" lets the argument through.
+_OWNED_BY_ARGUMENTS = {
+    "gradient_clipping": "max_grad_norm",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+}
+
+
+def check_launch(args: Any, *, env: Mapping[str, str] | None = None) -> list[Problem]:
+    """How the processes were started.
+
+    Args:
+        args: the training arguments; its `n_gpu`, `bf16` and `fp16` are read.
+        env: the environment; default is this process's.
+    """
+    env = os.environ if env is None else env
+    problems = []
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in env
+    mpi = any(name in env for name in _MPI_SIZES)
+    if by_accelerate and "MASTER_ADDR" in env and "WORLD_SIZE" not in env and not mpi:
+        # Its launcher for one process sets MASTER_ADDR only when num_processes or num_machines is above 1.
+        what = "several processes were asked for, but accelerate started one (as with MULTI_CPU or NO)"
+        remedy = "accelerate_configs/cpu_ddp.yaml for CPU processes, ddp.yaml for GPUs, or --num_processes 1"
+        problems.append(Problem(what, "MASTER_ADDR is set, WORLD_SIZE is not", "accelerate launch", remedy))
+    problems += _check_cpu_deepspeed(args, env)
+    if args.n_gpu > 1:
+        what = "one process sees several GPUs and would run them as nn.DataParallel, which is slow and not token-exact"
+        remedy = "accelerate launch --config_file accelerate_configs/ddp.yaml (or CUDA_VISIBLE_DEVICES=0 for one GPU)"
+        problems.append(Problem(what, f"{args.n_gpu} GPUs", "the machine", remedy))
+    precision = env.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    asked = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    if precision not in ("no", asked):
+        what = "accelerate's configuration and the arguments name different precisions"
+        given = f"mixed_precision: {precision} there, {asked} here"
+        problems.append(
+            Problem(what, given, "accelerate launch", "leave mixed_precision out of it and set bf16 or fp16 here")
+        )
+    accumulation = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1").lower()
+    if accumulation not in ("1", "auto"):
+        what = "accelerate's configuration sets gradient accumulation, which follows from batch_tokens here"
+        remedy = "leave gradient_accumulation_steps out of it"
+        problems.append(Problem(what, accumulation, "accelerate launch", remedy))
+    return problems
+
+
+def _check_cpu_deepspeed(args: Any, env: Mapping[str, str]) -> list[Problem]:
+    if getattr(args, "deepspeed_plugin", None) is None:
+        return []
+    if env.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes"):
+        what = "with ACCELERATE_USE_CPU accelerate runs plain DDP in place of DeepSpeed, without a word"
+        return [Problem(what, "ACCELERATE_USE_CPU is set", "environment", "unset it; DS_ACCELERATOR=cpu is enough")]
+    if args.use_cpu and torch.accelerator.is_available() and env.get("DS_ACCELERATOR") != "cpu":
+        what = "use_cpu keeps the model on the CPU while DeepSpeed works on the accelerator"
+        return [Problem(what, "use_cpu: true", "arguments", "leave use_cpu out, or set DS_ACCELERATOR=cpu too")]
+    return []
+
+
+def deepspeed_config(args: Any) -> dict[str, Any] | None:
+    """The DeepSpeed configuration that is in force, from `--deepspeed` or accelerate's; None without DeepSpeed."""
+    plugin = getattr(args, "deepspeed_plugin", None)
+    if plugin is None:
+        return None
+    config: dict[str, Any] = plugin.hf_ds_config.config
+    return config
+
+
+def check_deepspeed(config: Mapping[str, Any] | None, args: Any) -> list[Problem]:
+    """What a DeepSpeed configuration must not decide.
+
+    Args:
+        config: the configuration as a mapping (see `deepspeed_config`), None without DeepSpeed.
+        args: the training arguments that own the numbers.
+    """
+    if config is None:
+        return []
+    problems = []
+
+    def add(what: str, given: str, remedy: str) -> None:
+        problems.append(Problem(what, given, "DeepSpeed configuration", remedy))
+
+    if "optimizer" in config:
+        what = "an optimizer block replaces the parameter groups: embeddings, biases and norms would be decayed too"
+        add(what, f"optimizer: {config['optimizer']}", "remove it; use optim, learning_rate, weight_decay, adam_*")
+    if "scheduler" in config:
+        what = "a scheduler block replaces the schedule, and DeepSpeed's end at no minimum and know no WSD"
+        add(what, f"scheduler: {config['scheduler']}", "remove it; use lr_scheduler_type, warmup_*, decay_*")
+    if "gradient_clipping" not in config:
+        what = "without gradient_clipping DeepSpeed does not clip at all, whatever max_grad_norm says"
+        add(what, "no such key", '"gradient_clipping": "auto"')
+    for key, owner in _OWNED_BY_ARGUMENTS.items():
+        value, ours = config.get(key, "auto"), getattr(args, owner)
+        if value not in ("auto", ours):
+            add(f"{key} contradicts {owner}", f"{key}: {value}, {owner}: {ours}", f'"{key}": "auto"')
+    accumulation = config.get("gradient_accumulation_steps", "auto")
+    if accumulation not in ("auto", 1):
+        what = "the Trainer feeds whole steps; DeepSpeed must not accumulate by itself"
+        add(what, f"gradient_accumulation_steps: {accumulation}", '"gradient_accumulation_steps": "auto"')
+    for key, ours in (("bf16", args.bf16), ("fp16", args.fp16)):
+        enabled = config.get(key, {}).get("enabled", "auto")
+        if enabled not in ("auto", ours):
+            add(
+                f"{key} is set in two ways",
+                f"{key}.enabled: {enabled}, {key}: {ours}",
+                f'"{key}": {{"enabled": "auto"}}',
+            )
+    return problems
+
+
+def verify_engine(
+    accelerator: Any, model_wrapped: nn.Module, args: Any, *, env: Mapping[str, str] | None = None
+) -> list[Problem]:
+    """Judge the wrapped model itself: its class, its ZeRO stage, the number of processes.
+
+    Args:
+        accelerator: the Trainer's `accelerator` after `prepare`.
+        model_wrapped: the Trainer's `model_wrapped` after `prepare`.
+    """
+    env = os.environ if env is None else env
+    problems = []
+    expected = int(env.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != expected:
+        what = "the processes did not form one group"
+        given = f"{expected} started, {accelerator.num_processes} in the group"
+        remedy = "use one of accelerate_configs/; on CPUs the backend is gloo"
+        problems.append(Problem(what, given, "launcher", remedy))
+    config = deepspeed_config(args)
+    if config is not None:
+        return problems + _verify_deepspeed(model_wrapped, config, args)
+    if expected > 1 and not isinstance(model_wrapped, DistributedDataParallel):
+        what = "several processes run, but nothing averages their gradients"
+        remedy = "on CPUs set use_cpu: true; otherwise use accelerate_configs/ddp.yaml"
+        problems.append(Problem(what, type(model_wrapped).__name__, "wrapped model", remedy))
+    if isinstance(model_wrapped, nn.DataParallel):
+        what = "the model runs as nn.DataParallel, which is slow and not token-exact"
+        problems.append(Problem(what, "DataParallel", "wrapped model", "accelerate_configs/ddp.yaml"))
+    return problems
+
+
+def _verify_deepspeed(engine: nn.Module, config: Mapping[str, Any], args: Any) -> list[Problem]:
+    from deepspeed import DeepSpeedEngine
+
+    if not isinstance(engine, DeepSpeedEngine):
+        what = "DeepSpeed was asked for, but something else wraps the model"
+        remedy = "start with accelerate_configs/zero*.yaml, leave use_cpu out (in them and here)"
+        return [Problem(what, type(engine).__name__, "wrapped model", remedy)]
+    problems = []
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if engine.zero_optimization_stage() != stage:
+        what = "the engine runs another ZeRO stage than the configuration names"
+        given = f"stage {engine.zero_optimization_stage()}, configured {stage}"
+        problems.append(Problem(what, given, "wrapped model", "check which DeepSpeed configuration is read"))
+    if engine.gradient_accumulation_steps() != 1:
+        what = "the engine accumulates by itself"
+        given = str(engine.gradient_accumulation_steps())
+        problems.append(Problem(what, given, "wrapped model", '"gradient_accumulation_steps": "auto"'))
+    if engine.gradient_clipping() != args.max_grad_norm:
+        what = "the engine clips at another norm than max_grad_norm"
+        given = f"{engine.gradient_clipping()}, max_grad_norm: {args.max_grad_norm}"
+        problems.append(Problem(what, given, "wrapped model", '"gradient_clipping": "auto"'))
+    return problems

@@ -1,0 +1,96 @@
+"""What stands beside a checkpoint to continue exactly, and what a new launch may change about a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainingArguments
+
+from hfpretrain.training.counters import LogWindow
+
+PRETRAIN_STATE = "pretrain_state.json"
+
+
+@dataclass(frozen=True)
+class PretrainState:
+    """`pretrain_state.json` in a checkpoint.
+
+    Attributes:
+        num_steps: planned length of the run, in optimizer steps.
+        target_tokens_seen: over all ranks since step 0.
+        data_position: where the next step stands in the data, for people; the step number alone decides.
+        fingerprint: settings that fix which data a step number means.
+        window: sums since the last log line.
+    """
+
+    num_steps: int
+    target_tokens_seen: int
+    data_position: dict[str, Any]
+    fingerprint: dict[str, Any]
+    window: LogWindow = field(default_factory=LogWindow)
+
+    def write(self, folder: Path) -> None:
+        (folder / PRETRAIN_STATE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+def read_state(checkpoint: Path, *, fingerprint: Mapping[str, Any]) -> PretrainState:
+    """The state of a checkpoint, if its step number means the same data as in this run.
+
+    Raises:
+        ValueError: the folder has no such state, or another fingerprint; names each setting that differs.
+    """
+    path = checkpoint / PRETRAIN_STATE
+    way_out = "start a new run from its weights with --model_name_or_path and a new --output_dir"
+    if not path.is_file():
+        raise ValueError(
+            f"{checkpoint} holds no {PRETRAIN_STATE}: it was not saved by this trainer, so its place in the data is "
+            f"unknown. To use it, {way_out}."
+        )
+    state = json.loads(path.read_text())
+    then = state["fingerprint"]
+    differing = [f"{key}: {then.get(key)} then, {now} now" for key, now in fingerprint.items() if then.get(key) != now]
+    if differing:
+        raise ValueError(
+            f"{checkpoint} belongs to a run with other data or batches ({'; '.join(differing)}): its step number would "
+            f"point to other rows. Go back to the former settings, or {way_out}."
+        )
+    return PretrainState(**{**state, "window": LogWindow(**state["window"])})
+
+
+def apply_asked_hyperparameters(
+    optimizer: Optimizer,
+    scheduler: LambdaLR,
+    *,
+    args: TrainingArguments,
+    lr_factor: Callable[[int], float],
+    step: int,
+    say: Callable[[str], None],
+) -> None:
+    """Make what is asked on this launch hold over what the checkpoint's optimizer brought back, saying each change.
+
+    A loaded optimizer carries its old learning rate, weight decay, betas and eps in its groups, and the scheduler its
+    old base rates; without this, changing a flag between two launches would do nothing, in silence.
+    """
+    for group in optimizer.param_groups:
+        ratio = group.get("lr_ratio", 1.0)
+        wanted: dict[str, Any] = {
+            "initial_lr": args.learning_rate * ratio,
+            "weight_decay": args.weight_decay if group["weight_decay"] else 0.0,
+            "betas": (args.adam_beta1, args.adam_beta2),
+            "eps": args.adam_epsilon,
+        }
+        for key, value in wanted.items():
+            before = group.get(key)
+            before = tuple(before) if isinstance(before, list | tuple) else before
+            if before is not None and before != value:
+                say(f"resume: {key} of group {group.get('name', '?')} changes from {before} to {value}, as asked")
+                group[key] = value
+        group["lr"] = group["initial_lr"] * lr_factor(step)
+    scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]

@@ -1,0 +1,94 @@
+"""Train the same steps in whatever topology this was started in; rank 0 writes losses, norms and final weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tiny import SEQUENCE_LENGTH, RaggedBlocks, tiny_config
+from transformers import TrainingArguments
+
+from hfpretrain.data.collator import PackedCollator
+from hfpretrain.data.order import BlockOrder
+from hfpretrain.data.steps import TrainingSteps
+from hfpretrain.model import build_model
+from hfpretrain.training.schedule import lr_factor
+from hfpretrain.training.trainer import PretrainTrainer
+
+NUM_STEPS, ROWS, SEED = 6, 8, 3
+SCHEDULE = {
+    "schedule": "warmup_stable_decay", "num_steps": NUM_STEPS, "warmup_steps": 2, "decay_steps": 2, "min_lr_ratio": 0.1,
+}  # fmt: skip
+LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-2, 0.1, 1.3
+# Larger than the default: a key bias has no gradient but rounding noise, which Adam would turn into full-size updates.
+EPSILON = 1e-6
+
+
+def train(model_type: str, per_device_rows: int, output: Path) -> None:
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    args = TrainingArguments(
+        output_dir=str(output / "run"),
+        max_steps=NUM_STEPS,
+        learning_rate=LEARNING_RATE,
+        weight_decay=WEIGHT_DECAY,
+        adam_beta2=0.95,
+        adam_epsilon=EPSILON,
+        max_grad_norm=MAX_GRAD_NORM,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        ignore_data_skip=True,
+        ddp_find_unused_parameters=False,
+        use_cpu=not deepspeed,
+        ddp_backend="gloo" if launched else None,
+    )
+    steps = TrainingSteps(
+        RaggedBlocks(),
+        BlockOrder(len(RaggedBlocks()), SEED),
+        batch_tokens=ROWS * SEQUENCE_LENGTH,
+        sequence_length=SEQUENCE_LENGTH,
+        per_device_train_batch_size=per_device_rows,
+        rank=args.process_index,
+        world_size=args.world_size,
+        collator=PackedCollator(),
+        num_steps=NUM_STEPS,
+    )
+    model = build_model(tiny_config(model_type), seed=SEED)
+    trainer = PretrainTrainer(model, args, train_dataset=steps, lr_factor=partial(lr_factor, **SCHEDULE))
+    trainer.train()
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if args.process_index == 0:
+        lines = [line for line in trainer.state.log_history if "loss" in line]
+        engine = trainer.model_wrapped
+        record = {
+            "loss": [line["loss"] for line in lines],
+            "grad_norm": [line["grad_norm"] for line in lines],
+            "clip_fraction": [line["clip_fraction"] for line in lines],
+            "learning_rate": [line["learning_rate"] for line in lines],
+            "target_tokens": lines[-1]["target_tokens"],
+            "world_size": args.world_size,
+            "stage": engine.zero_optimization_stage() if deepspeed else None,
+            "engine": type(engine).__name__,
+        }
+        (output / f"{model_type}-{per_device_rows}.json").write_text(json.dumps(record))
+        torch.save(
+            {name: value.detach().float() for name, value in weights.items()},
+            output / f"{model_type}-{per_device_rows}.pt",
+        )
+
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    for case in sys.argv[2:]:
+        name, rows = case.split(":")
+        train(name, int(rows), out)
+    if dist.is_initialized():
+        dist.destroy_process_group()

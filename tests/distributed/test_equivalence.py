@@ -1,0 +1,115 @@
+"""One batch is one update: the same at 1 process, 2 ranks, ZeRO 0-3, any micro-batch; equal to float64 by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from equivalence_worker import EPSILON, LEARNING_RATE, MAX_GRAD_NORM, NUM_STEPS, ROWS, SCHEDULE, SEED, WEIGHT_DECAY
+from launching import TOPOLOGIES, launch, remove_stale_build_locks
+from tiny import NUM_BLOCKS, RaggedBlocks, tiny_config
+
+from hfpretrain.data.order import BlockOrder
+from hfpretrain.model import build_model
+from hfpretrain.training.schedule import lr_factor
+
+pytestmark = pytest.mark.distributed
+CASES = {"single": ("llama:1", "llama:2", "llama:4", "gpt2:2")} | dict.fromkeys(
+    TOPOLOGIES[1:], ("llama:1", "llama:4", "gpt2:2")
+)
+WORKER = Path(__file__).with_name("equivalence_worker.py")
+
+
+def reference(model_type: str, *, mean_of_means: bool = False) -> dict:
+    """The training in float64, document by document, with AdamW written out (seed document, section 2.3.8)."""
+    model = build_model(tiny_config(model_type), seed=SEED).double().train()
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    first = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    second = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    order, blocks, losses, norms = BlockOrder(NUM_BLOCKS, SEED), RaggedBlocks(), [], []
+    for step in range(NUM_STEPS):
+        model.zero_grad()
+        rows = [blocks[order.block_at(step * ROWS + row)] for row in range(ROWS)]
+        pieces = [
+            np.split(row["input_ids"][: row["piece_lengths"].sum()], np.cumsum(row["piece_lengths"])[:-1])
+            for row in rows
+        ]
+        total = sum(len(piece) - 1 for row in pieces for piece in row)
+        summed = 0.0
+        for row in pieces:
+            row_tokens = sum(len(piece) - 1 for piece in row)
+            for piece in row:
+                if len(piece) < 2:
+                    continue
+                ids = torch.from_numpy(piece)[None]
+                logp = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+                nats = -logp[torch.arange(len(piece) - 1), ids[0, 1:]].sum()
+                (nats / (row_tokens * ROWS) if mean_of_means else nats / total).backward()
+                summed += nats.item() / (row_tokens * ROWS) * total if mean_of_means else nats.item()
+        norm = math.sqrt(sum(p.grad.pow(2).sum().item() for p in model.parameters()))
+        losses.append(summed / total)
+        norms.append(norm)
+        rate = LEARNING_RATE * lr_factor(step, **SCHEDULE)
+        for name, p in model.named_parameters():
+            grad = p.grad * min(1.0, MAX_GRAD_NORM / (norm + 1e-6))
+            first[name] = 0.9 * first[name] + 0.1 * grad
+            second[name] = 0.95 * second[name] + 0.05 * grad**2
+            m_hat, v_hat = first[name] / (1 - 0.9 ** (step + 1)), second[name] / (1 - 0.95 ** (step + 1))
+            decayed = p.ndim == 2 and not any(word in name for word in ("embed_tokens", "wte", "wpe"))
+            with torch.no_grad():
+                p -= rate * (m_hat / (v_hat.sqrt() + EPSILON) + (WEIGHT_DECAY if decayed else 0.0) * p)
+    return {"loss": losses, "grad_norm": norms, "initial": initial, "final": dict(model.named_parameters())}
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, dict]:
+    return {name: reference(name) for name in ("llama", "gpt2")}
+
+
+@pytest.fixture(scope="module")
+def build_locks() -> None:
+    remove_stale_build_locks()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_same_training_everywhere(topology: str, references: dict, tmp_path: Path, build_locks: None) -> None:
+    launch(topology, WORKER, str(tmp_path), *CASES[topology])
+    for case in CASES[topology]:
+        model_type, rows = case.split(":")
+        expected = references[model_type]
+        got = json.loads((tmp_path / f"{model_type}-{rows}.json").read_text())
+        assert got["world_size"] == (1 if topology == "single" else 2)
+        assert got["stage"] == (int(topology[-1]) if topology.startswith("zero") else None)
+        np.testing.assert_allclose(got["loss"], expected["loss"], atol=1e-5, err_msg=case)
+        np.testing.assert_allclose(got["grad_norm"], expected["grad_norm"], rtol=1e-4, err_msg=case)
+        np.testing.assert_allclose(
+            got["clip_fraction"], [float(norm > MAX_GRAD_NORM) for norm in expected["grad_norm"]]
+        )
+        rates = [LEARNING_RATE * lr_factor(step, **SCHEDULE) for step in range(NUM_STEPS)]
+        np.testing.assert_allclose(got["learning_rate"], rates, rtol=1e-9)
+        assert update_error(torch.load(tmp_path / f"{model_type}-{rows}.pt"), expected) < 1e-4, case
+
+
+def update_error(weights: dict[str, torch.Tensor], expected: dict) -> float:
+    """|got - expected| / |expected - initial| over all parameters after all steps."""
+    missed = sum((weights[name].double() - final).pow(2).sum().item() for name, final in expected["final"].items())
+    moved = sum((final - expected["initial"][name]).pow(2).sum().item() for name, final in expected["final"].items())
+    return math.sqrt(missed / moved)
+
+
+def test_mean_of_means_is_caught(references: dict) -> None:
+    """Negative control: the habit of averaging per row first misses every tolerance above, and clipping does occur."""
+    wrong, right = reference("llama", mean_of_means=True), references["llama"]
+    assert abs(np.array(wrong["loss"]) - np.array(right["loss"])).max() > 1e-3
+    assert abs(np.array(wrong["grad_norm"]) / np.array(right["grad_norm"]) - 1).max() > 1e-2
+    assert update_error(wrong["final"], right) > 1e-2
+    clipped = [norm > MAX_GRAD_NORM for norm in right["grad_norm"]]
+    assert any(clipped)
+    assert not all(clipped)
