@@ -34,7 +34,8 @@ from hfpretrain.run_record import write_run_json
 from hfpretrain.training.checkpoints import resume_point
 from hfpretrain.training.evaluation import evaluation_windows
 from hfpretrain.training.schedule import lr_factor
-from hfpretrain.training.trainer import PretrainTrainer, model_flops
+from hfpretrain.training.throughput import token_flops
+from hfpretrain.training.trainer import PretrainTrainer
 
 TOKENIZER_TRAINING_BYTES = 256 * 2**20  # more text hardly changes which merges are frequent
 SAMPLE_TOKENS = 120
@@ -134,7 +135,12 @@ def main(argv: list[str] | None = None) -> None:
         ),
         isolation=collator if data_args.isolate_documents else None,
         fingerprint=fingerprint,
-        flops=model_flops(model, index),
+        flops=token_flops(
+            model,
+            sequence_length=run.sequence_length,
+            piece_lengths=index.piece_lengths,
+            isolate_documents=data_args.isolate_documents,
+        ),
         processing_class=tokenizer,
     )
     if args.process_index == 0:

@@ -86,10 +86,17 @@ def test_without_restarted_positions_documents_see_each_other():
     assert not leak.isolated
 
 
-def test_reduced_precision_is_not_taken_for_a_leak():
-    model = tiny("mixtral").bfloat16()
-    assert leak_of(model, use_cache=False).isolated
-    assert not leak_of(tiny("opt").bfloat16(), use_cache=False).isolated
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2", "mixtral"])
+def test_reduced_precision_is_not_taken_for_a_leak(model_type):
+    model = tiny(model_type)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert leak_of(model, use_cache=False).isolated
+    assert leak_of(model.bfloat16(), use_cache=False).isolated
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "bloom", "opt", "gpt_oss"])
+def test_reduced_precision_does_not_hide_a_leak(model_type):
+    assert not leak_of(tiny(model_type).bfloat16(), use_cache=False).isolated
 
 
 def test_the_tokens_are_the_same_everywhere_and_no_random_state_is_touched():

@@ -49,8 +49,8 @@ def resume_point(asked: str | None, output_dir: str | Path) -> Path | None:
         asked: `auto` (the newest complete checkpoint of output_dir, if there is one), a checkpoint folder, or `false`.
 
     Raises:
-        ConfigError: the folder is no complete checkpoint; or a new run was asked for in a folder that holds checkpoints,
-            whose higher steps would later be taken for the newest of the new run.
+        ConfigError: the folder is no complete checkpoint; or a new run was asked for in a folder with checkpoints of an
+            old one, whose higher steps would later be taken for the newest of the new run.
     """
     newest = latest_checkpoint(output_dir)
     if asked in (None, "false"):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainingArguments
 
 from hfpretrain.training.counters import LogWindow
 
@@ -63,11 +62,16 @@ def read_state(checkpoint: Path, *, fingerprint: Mapping[str, Any]) -> PretrainS
     return PretrainState(**{**state, "window": LogWindow(**state["window"])})
 
 
-def apply_asked_hyperparameters(
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Everything in the groups of a freshly built optimizer but their parameters: learning rate, decay, betas, ..."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def apply_asked(
     optimizer: Optimizer,
     scheduler: LambdaLR,
     *,
-    args: TrainingArguments,
+    asked: Sequence[Mapping[str, Any]],
     lr_factor: Callable[[int], float],
     step: int,
     say: Callable[[str], None],
@@ -76,20 +80,17 @@ def apply_asked_hyperparameters(
 
     A loaded optimizer carries its old learning rate, weight decay, betas and eps in its groups, and the scheduler its
     old base rates; without this, changing a flag between two launches would do nothing, in silence.
+
+    Args:
+        asked: `hyperparameters` of the optimizer as it was built, before it was loaded.
+        step: optimizer steps done.
     """
-    for group in optimizer.param_groups:
-        ratio = group.get("lr_ratio", 1.0)
-        wanted: dict[str, Any] = {
-            "initial_lr": args.learning_rate * ratio,
-            "weight_decay": args.weight_decay if group["weight_decay"] else 0.0,
-            "betas": (args.adam_beta1, args.adam_beta2),
-            "eps": args.adam_epsilon,
-        }
-        for key, value in wanted.items():
+    for group, wanted in zip(optimizer.param_groups, asked, strict=True):
+        for key, value in {**wanted, "initial_lr": wanted["lr"]}.items():
             before = group.get(key)
-            before = tuple(before) if isinstance(before, list | tuple) else before
-            if before is not None and before != value:
-                say(f"resume: {key} of group {group.get('name', '?')} changes from {before} to {value}, as asked")
+            before = tuple(before) if isinstance(before, list) else before
+            if key != "lr" and before != value:
+                say(f"resume: {key} of group {wanted.get('name', '?')} changes from {before} to {value}, as asked")
                 group[key] = value
         group["lr"] = group["initial_lr"] * lr_factor(step)
     scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]

@@ -9,8 +9,74 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
+
+from hfpretrain.model import true_shape
+from hfpretrain.planning.flops import flops_per_token, mean_attended_packed, peak_flops
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """Training FLOPs of one input token under both conventions; `matmul_parameters` is the N of 6N."""
+
+    full: float
+    causal: float
+    matmul_parameters: int
+
+
+def token_flops(
+    model: nn.Module, *, sequence_length: int, piece_lengths: np.ndarray, isolate_documents: bool
+) -> TokenFlops:
+    """FLOPs of one token of this model on this packing.
+
+    N: all weights of two or more dimensions but input embeddings (a tied one is the output head, counted once), of a
+    stack of experts the share that a token is sent to. Attention: layers that a config marks as linear, convolutional
+    or recurrent are left out; sliding windows are not (so both figures are upper bounds there).
+    """
+    config: Any = model.config
+    config = config.get_text_config()
+    parameters = matmul_parameters(model)
+    kinds = getattr(config, "layer_types", None) or ["attention"] * getattr(config, "num_hidden_layers", 0)
+    layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
+    heads = getattr(config, "num_attention_heads", 0) or 0
+    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    attended = mean_attended_packed(piece_lengths) if isolate_documents else sequence_length / 2
+    full, causal = (
+        flops_per_token(
+            matmul_parameters=parameters, num_layers=layers, attention_width=heads * head_dim, mean_attended=positions
+        )
+        for positions in (float(sequence_length), attended)
+    )
+    return TokenFlops(full=full, causal=causal, matmul_parameters=parameters)
+
+
+def matmul_parameters(model: nn.Module) -> int:
+    """Weights that a token is multiplied with: the N of 6N (see `token_flops`)."""
+    config: Any = model.config
+    config = config.get_text_config()
+    find_head: Any = getattr(model, "get_output_embeddings", None)
+    head = find_head() if find_head is not None else None
+    head_id = id(head.weight) if head is not None else None
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} - {head_id}
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+    chosen = getattr(config, "num_experts_per_tok", None) or experts
+    total = 0
+    for parameter in model.parameters():
+        shape = true_shape(parameter)
+        if len(shape) < 2 or id(parameter) in looked_up:
+            continue
+        size = int(np.prod(shape, dtype=np.int64))
+        total += size * chosen // experts if experts and len(shape) == 3 and shape[0] == experts else size
+    return total
+
+
+def device_peak_flops() -> float | None:
+    """Dense bf16 peak of this process's device in FLOP/s, None for a CPU or an unknown device."""
+    return peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
 @dataclass

@@ -12,7 +12,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -35,8 +34,8 @@ from hfpretrain.training.counters import LogWindow, StepSums
 from hfpretrain.training.evaluation import EvaluationWindows, evaluate_bits_per_byte
 from hfpretrain.training.forward import LogitsForward
 from hfpretrain.training.optimizer import build_optimizer, describe_groups, parameter_groups
-from hfpretrain.training.resume import PretrainState, apply_asked_hyperparameters, read_state
-from hfpretrain.training.throughput import Throughput
+from hfpretrain.training.resume import PretrainState, apply_asked, hyperparameters, read_state
+from hfpretrain.training.throughput import Throughput, TokenFlops, device_peak_flops
 
 logger = logging.get_logger(__name__)
 
@@ -45,14 +44,6 @@ MicroBatch = dict[str, Any]
 
 class NonFiniteLossError(RuntimeError):
     """The loss is NaN or infinite; raised before the update, so the weights are those of the step before."""
-
-
-@dataclass(frozen=True)
-class StepFlops:
-    """Training FLOPs of one input token, counted twice (see `Throughput`)."""
-
-    full: float = 0.0
-    causal: float = 0.0
 
 
 class PretrainTrainer(Trainer):
@@ -68,8 +59,7 @@ class PretrainTrainer(Trainer):
         fingerprint: what identifies data, order and batch; a checkpoint of another fingerprint is not resumed.
         isolation: the collator whose documents must not see each other; that they do not is measured on the wrapped
             model before the first step, and a leak stops the run. None: documents are not kept apart, by decision.
-        flops: FLOPs of one input token, for MFU and `total_flos`.
-        peak_flops: dense peak of one device in FLOP/s; None where unknown.
+        flops: FLOPs of one input token, for `total_flos` and, on a device whose peak is known, MFU.
     """
 
     def __init__(
@@ -82,8 +72,7 @@ class PretrainTrainer(Trainer):
         eval_dataset: EvaluationWindows | None = None,
         fingerprint: Mapping[str, Any] | None = None,
         isolation: PackedCollator | None = None,
-        flops: StepFlops = StepFlops(),
-        peak_flops: float | None = None,
+        flops: TokenFlops | None = None,
         **kwargs: Any,
     ) -> None:
         if args.gradient_accumulation_steps != 1:
@@ -92,13 +81,14 @@ class PretrainTrainer(Trainer):
                 "already holds all micro-batches of its step; set batch_tokens and per_device_train_batch_size instead"
             )
         super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        self.causal_lm = model  # what is in every wrapper, and what a checkpoint holds
         self.steps = train_dataset
         self.lr_factor = lr_factor
         self.fingerprint = dict(fingerprint or {})
         self.isolation = isolation
-        self.flops = flops
+        self.flops = flops or TokenFlops(full=0.0, causal=0.0, matmul_parameters=0)
         self.forward_logits = LogitsForward(model)
-        self.throughput = Throughput(world_size=args.world_size, peak_flops=peak_flops)
+        self.throughput = Throughput(world_size=args.world_size, peak_flops=device_peak_flops())
         self.target_tokens_seen = 0
         self.stop_requested = False  # set it from anywhere, on any rank: all ranks save and stop after this step
         self._window = LogWindow()
@@ -250,10 +240,11 @@ class PretrainTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            groups = parameter_groups(self.model, weight_decay=self.args.weight_decay)
+            groups = parameter_groups(self.causal_lm, weight_decay=self.args.weight_decay)
             if self.is_world_process_zero():
-                print(describe_groups(groups, self.model), flush=True)
-            self.optimizer = build_optimizer(self.model, self.args, groups)
+                print(describe_groups(groups, self.causal_lm), flush=True)
+            self.optimizer = build_optimizer(self.causal_lm, self.args, groups)
+            self._asked = hyperparameters(self.optimizer)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
@@ -269,10 +260,10 @@ class PretrainTrainer(Trainer):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         refuse(verify_engine(self.accelerator, self.model_wrapped, self.args) + self._leaks())
         if resume_from_checkpoint is not None:
-            apply_asked_hyperparameters(
+            apply_asked(
                 cast(torch.optim.Optimizer, self.optimizer),
                 cast(LambdaLR, self.lr_scheduler),
-                args=self.args,
+                asked=self._asked,
                 lr_factor=self.lr_factor,
                 step=self.state.global_step,
                 say=self._say,
@@ -292,13 +283,13 @@ class PretrainTrainer(Trainer):
         with torch.no_grad():
             leak = measure_leak(
                 lambda batch: self.forward_logits(model, batch).logits,
-                vocab_size=self.model.config.get_text_config().vocab_size,
+                vocab_size=self.causal_lm.config.get_text_config().vocab_size,
                 device=self.args.device,
                 collator=self.isolation,
             )
         model.train(was_training)
         self._say(f"isolation of documents: {leak.detail}")
-        return [] if leak.isolated else [leak_problem(type(self.model).__name__, leak.detail)]
+        return [] if leak.isolated else [leak_problem(type(self.causal_lm).__name__, leak.detail)]
 
     # -- logging ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,174 @@
+"""The trainer on one process: what it logs, what stops it, what a new launch may change."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, TrainingArguments
+
+sys.path.insert(0, str(Path(__file__).parent / "distributed"))
+from tiny import SEQUENCE_LENGTH, TINY, RaggedBlocks, tiny_config
+
+from hfpretrain.data.collator import PackedCollator
+from hfpretrain.data.order import BlockOrder
+from hfpretrain.data.steps import TrainingSteps
+from hfpretrain.loss import IGNORE_INDEX, count_targets
+from hfpretrain.model import build_model
+from hfpretrain.training.checkpoints import list_checkpoints
+from hfpretrain.training.trainer import NonFiniteLossError, PretrainTrainer
+
+ROWS = 8
+
+
+def _steps(num_steps: int, collator: Callable[[Any], dict] | None = None, rows_at_once: int = 4) -> TrainingSteps:
+    return TrainingSteps(
+        RaggedBlocks(),
+        BlockOrder(len(RaggedBlocks()), 3),
+        batch_tokens=ROWS * SEQUENCE_LENGTH,
+        sequence_length=SEQUENCE_LENGTH,
+        per_device_train_batch_size=rows_at_once,
+        rank=0,
+        world_size=1,
+        collator=collator or PackedCollator(),
+        num_steps=num_steps,
+    )
+
+
+def _trainer(folder: Path, steps: TrainingSteps, *, model: Any = None, **arguments: Any) -> PretrainTrainer:
+    fingerprint = arguments.pop("fingerprint", None)
+    defaults: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": len(steps),
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "ignore_data_skip": True,
+        "use_cpu": True,
+    }
+    args = TrainingArguments(**(defaults | arguments))
+    model = model if model is not None else build_model(tiny_config("llama"), seed=1)
+    return PretrainTrainer(model, args, train_dataset=steps, lr_factor=lambda step: 1.0, fingerprint=fingerprint)
+
+
+def _lines(trainer: PretrainTrainer) -> list[dict[str, Any]]:
+    return [line for line in trainer.state.log_history if "loss" in line]
+
+
+def test_logged_loss_is_weighted_by_tokens_over_the_window(tmp_path: Path) -> None:
+    every = _trainer(tmp_path / "a", _steps(6))
+    every.train()
+    seldom = _trainer(tmp_path / "b", _steps(6), logging_steps=3)
+    seldom.train()
+    tokens = [sum(int(count_targets(micro["labels"])) for micro in _steps(6)[step]) for step in range(6)]
+    losses = [line["loss"] for line in _lines(every)]
+    expected = sum(n * loss for n, loss in zip(tokens[3:], losses[3:], strict=True)) / sum(tokens[3:])
+    assert _lines(seldom)[1]["loss"] == pytest.approx(expected, rel=1e-12)
+    assert abs(sum(losses[3:]) / 3 - expected) > 1e-4  # a mean of step means is another number here
+    assert [line["target_tokens"] for line in _lines(every)] == [sum(tokens[: step + 1]) for step in range(6)]
+    assert _lines(every)[-1]["input_tokens"] == 6 * ROWS * SEQUENCE_LENGTH
+    assert _lines(every)[-1]["epoch"] == pytest.approx(6 * ROWS / len(RaggedBlocks()))
+
+
+def _without_targets(blocks: Any) -> dict[str, Any]:
+    batch = PackedCollator()(blocks)
+    batch["labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)
+    return batch
+
+
+def test_a_step_without_targets_changes_nothing_and_is_no_nan(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, _steps(2, _without_targets))
+    before = {name: value.clone() for name, value in trainer.model.named_parameters()}
+    trainer.train()
+    assert [line["loss"] for line in _lines(trainer)] == [0.0, 0.0]
+    assert [line["grad_norm"] for line in _lines(trainer)] == [0.0, 0.0]
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.named_parameters())
+
+
+def test_a_non_finite_loss_stops_before_the_update_and_says_where(tmp_path: Path) -> None:
+    poisoned = build_model(tiny_config("llama"), seed=1)
+    trainer = _trainer(tmp_path, _steps(4), model=poisoned)
+    original, calls = poisoned.forward, []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == 6:  # last micro-batch of the third step
+            output.logits = output.logits * float("nan")
+            calls.append({name: value.detach().clone() for name, value in poisoned.named_parameters()})
+        return output
+
+    poisoned.forward = forward
+    with pytest.raises(NonFiniteLossError, match=r"step 2 on rank\(s\) \[0\].*'first_position': 16"):
+        trainer.train()
+    weights_before = calls[-1]
+    assert all(torch.equal(value, weights_before[name]) for name, value in poisoned.named_parameters())
+
+
+def test_router_loss_is_weighted_by_tokens_not_by_micro_batches(tmp_path: Path) -> None:
+    """Left to the model, the balancing loss would count once per micro-batch: twice as much with two of them."""
+    router = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    config = AutoConfig.for_model("mixtral", **(TINY["llama"] | router))
+    micro_batches = _steps(1)[0]
+    model = build_model(config, seed=1)
+    expected, tokens = 0.0, 0
+    with torch.no_grad():
+        for micro in micro_batches:
+            inputs = {key: value for key, value in micro.items() if key != "labels"}
+            count = int(count_targets(micro["labels"]))
+            expected += 0.5 * float(model(**inputs, use_cache=False).aux_loss) * count
+            tokens += count
+    trainer = _trainer(tmp_path, _steps(1), model=model)
+    trainer.train()
+    assert len(micro_batches) == 2
+    assert _lines(trainer)[0]["router_loss"] == pytest.approx(expected / tokens, rel=1e-5)
+
+
+def test_changed_flags_hold_after_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    _trainer(tmp_path, _steps(2), **saving).train()
+    resumed = _trainer(
+        tmp_path, _steps(6), **saving, learning_rate=3e-3, weight_decay=0.2, adam_beta2=0.9, logging_steps=2
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [(line["step"], line["learning_rate"]) for line in _lines(resumed)[2:]] == [(4, 3e-3), (6, 3e-3)]
+    assert {group["betas"] for group in resumed.optimizer.param_groups} == {(0.9, 0.9)}
+    assert sorted(group["weight_decay"] for group in resumed.optimizer.param_groups) == [0.0, 0.0, 0.2]
+
+
+def test_another_run_is_not_resumed(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    _trainer(tmp_path, _steps(2), **saving, fingerprint={"data": "a", "batch_tokens": 192}).train()
+    other = _trainer(tmp_path, _steps(4), **saving, fingerprint={"data": "b", "batch_tokens": 192})
+    with pytest.raises(ValueError, match="data: a then, b now"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    (tmp_path / "checkpoint-2" / "pretrain_state.json").unlink()
+    with pytest.raises(ValueError, match=r"no pretrain_state\.json"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_checkpoints_are_rotated_whole_and_say_where_they_are(tmp_path: Path) -> None:
+    _trainer(tmp_path, _steps(6), save_strategy="steps", save_steps=2, save_total_limit=2).train()
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-6"]
+    state = json.loads((tmp_path / "checkpoint-4" / "pretrain_state.json").read_text())
+    assert state["data_position"] == {"step": 4, "epoch": 4 * ROWS / len(RaggedBlocks()), "first_position": 4 * ROWS}
+
+
+def test_a_request_to_stop_saves_and_ends(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, _steps(6))
+    trainer.stop_requested = True
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["checkpoint-1"]
+
+
+def test_accumulation_by_the_trainer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected 1"):
+        _trainer(tmp_path, _steps(2), gradient_accumulation_steps=2)
