@@ -88,14 +88,15 @@ def read_command_line(classes: Sequence[type], argv: Sequence[str]) -> Reading:
         what = "a value that belongs to no flag"
         problems.append(Problem(what, " ".join(strays), COMMAND_LINE, "remove it, or put its flag before it"))
     reading.values = {name: getattr(namespace, name) for name in names}
-    _note_missing(reading, names)
+    _note_missing(reading, defaults=parser.parse_known_args([])[0])
     return reading
 
 
-def _note_missing(reading: Reading, names: Mapping[str, Kind]) -> None:
+def _note_missing(reading: Reading, *, defaults: argparse.Namespace) -> None:
     for name, value in reading.values.items():
         if value is _MISSING or (value == [] and reading.sources[name] != DEFAULT):
             reading.bad_fields.add(name)
+            reading.values[name] = getattr(defaults, name)
             what, remedy = f"{name} has no value", f"give --{name} its value, or leave the flag out"
             reading.problems.append(Problem(what, f"--{name}", reading.sources[name], remedy))
 

@@ -35,6 +35,10 @@ class ConfigError(ValueError):
         body = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(self.problems, start=1))
         super().__init__(f"{head} with this run:\n{body}")
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
+        """Exceptions are pickled by their message unless told otherwise; this one may come from a worker process."""
+        return type(self), (self.problems,)
+
 
 def refuse(problems: Sequence[Problem]) -> None:
     """Raise `ConfigError` if there is any problem, else do nothing."""

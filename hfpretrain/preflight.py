@@ -14,6 +14,7 @@ from typing import Any
 from hfpretrain.argument_rules import check_length, check_values
 from hfpretrain.arguments import DataArguments, ModelArguments, PretrainArguments
 from hfpretrain.errors import ConfigError, Problem, refuse
+from hfpretrain.launch_checks import check_deepspeed, check_launch, deepspeed_config
 from hfpretrain.training.schedule import check_schedule, resolve_steps
 
 DEFAULT_WARMUP_FRACTION = 0.02
@@ -104,6 +105,21 @@ def derive(args: PretrainArguments, data_args: DataArguments, *, world_size: int
         total_tokens=total,
         unused_tokens=0 if args.total_tokens is None else args.total_tokens - total,
     )
+
+
+def check_start(data_args: DataArguments, args: PretrainArguments) -> RunLength:
+    """The length of the run, once nothing about the arguments, the launcher and DeepSpeed's configuration contradicts.
+
+    Raises:
+        ConfigError: all contradictions at once.
+    """
+    problems = check_launch(args) + check_deepspeed(deepspeed_config(args), args)
+    try:
+        run = derive(args, data_args, world_size=args.world_size)
+    except ConfigError as error:
+        raise ConfigError(problems + error.problems) from error
+    refuse(problems)
+    return run
 
 
 def _accumulation(args: PretrainArguments, micro_batches: int, *, rows: int, world_size: int) -> list[Problem]:

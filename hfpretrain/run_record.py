@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def write_run_json(
     path = folder / "run.json"
     record: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [sys.executable, *sys.argv],
+        "command": [sys.executable, *masked(sys.argv)],
         "arguments": {"model": plain(model_args), "data": plain(data_args), "training": plain(args)},
         "sources": {name: source for name, source in getattr(args, "sources", {}).items() if source != "default"},
         "plan": dict(plan or {}),
@@ -68,6 +68,18 @@ def plain(arguments: Any) -> dict[str, Any]:
         return dict(arguments)
     values = arguments.to_dict() if hasattr(arguments, "to_dict") else dataclasses.asdict(arguments)
     result: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return result
+
+
+def masked(argv: Sequence[str]) -> list[str]:
+    """A command line without the values of flags that hold access tokens (`--hub_token`)."""
+    result = []
+    hide_next = False
+    for word in argv:
+        flag, equals, _ = word.partition("=")
+        secret = flag.startswith("--") and flag.replace("-", "_").endswith("hub_token")
+        result.append("***" if hide_next else f"{flag}=***" if secret and equals else word)
+        hide_next = secret and not equals
     return result
 
 

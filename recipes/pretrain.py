@@ -44,11 +44,12 @@ SAMPLE_TOKENS = 120
 def main(argv: list[str] | None = None) -> None:
     # 1. What is asked for, and everything about it that cannot work.
     model_args, data_args, args = parse(argv)
-    run = check_start(model_args, data_args, args)
+    run = check_start(data_args, args)
     set_seed(args.seed)
     say = partial(print, flush=True) if args.process_index == 0 else lambda *_: None
     say(f"plan      {run}")
-    checkpoint = resume_point(args.resume_from_checkpoint, args.output_dir)
+    output_dir = Path(str(args.output_dir))
+    checkpoint = resume_point(args.resume_from_checkpoint, output_dir)
 
     # 2. Text -> tokens, once; packing is an index over them.
     cache_dir = Path(data_args.cache_dir)
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
     say(f"data      {report}")
     pack = pack_best_fit if data_args.packing == "best_fit" else pack_concat
     index = pack(train.lengths, data_args.sequence_length)
-    say(f"packing   {data_args.packing}: {index.num_blocks:,} rows, {index.utilisation:.2%} of their positions are text")
+    say(f"packing   {data_args.packing}: {index.num_blocks:,} rows, {index.utilisation:.2%} of their positions used")
 
     # 3. Configuration -> model, the same initial weights on any number of devices.
     config = load_config(
@@ -141,11 +142,11 @@ def main(argv: list[str] | None = None) -> None:
             piece_lengths=index.piece_lengths,
             isolate_documents=data_args.isolate_documents,
         ),
-        processing_class=tokenizer,
+        tokenizer=tokenizer,
     )
     if args.process_index == 0:
         write_run_json(
-            args.output_dir,
+            output_dir,
             model_args=model_args,
             data_args=data_args,
             args=args,
@@ -164,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
         for name, packed in (("xz -9", lzma.compress(text, preset=9)), ("bz2", bz2.compress(text))):
             say(f"          {8 * len(packed) / len(text):.4f} bits per byte: {name} on the same {len(text):,} bytes")
     if args.process_index == 0:
-        write_sample(Path(args.output_dir))
+        write_sample(output_dir)
 
 
 def write_sample(output_dir: Path) -> None:
@@ -174,7 +175,7 @@ def write_sample(output_dir: Path) -> None:
     start = tokenizer.bos_token if tokenizer.bos_token is not None else tokenizer.eos_token
     prompt = tokenizer(start, return_tensors="pt", add_special_tokens=False)
     tokens = model.generate(**prompt, max_new_tokens=SAMPLE_TOKENS, do_sample=True, temperature=0.8, top_k=50)
-    sample = tokenizer.decode(tokens[0], skip_special_tokens=True)
+    sample = str(tokenizer.decode(tokens[0], skip_special_tokens=True))
     (output_dir / "sample.txt").write_text(sample)
     print(f"sample    {output_dir / 'sample.txt'}\n{sample}\n", flush=True)
 

@@ -92,7 +92,7 @@ def _read_jsonl(span: Span, text_column: str) -> Iterator[tuple[int, str]]:
             if line.strip():
                 try:
                     yield lines, _json_text(line, text_column)
-                except _BadRow as bad:
+                except _BadRowError as bad:
                     first_row = _lines_before(span) if first_row is None else first_row
                     row = first_row + lines
                     if bad.undecodable:
@@ -101,7 +101,7 @@ def _read_jsonl(span: Span, text_column: str) -> Iterator[tuple[int, str]]:
             lines += 1
 
 
-class _BadRow(ValueError):
+class _BadRowError(ValueError):
     def __init__(self, message: str, *, undecodable: bool = False) -> None:
         super().__init__(message)
         self.undecodable = undecodable
@@ -111,15 +111,15 @@ def _json_text(line: bytes, text_column: str) -> str:
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise _BadRow("not valid UTF-8", undecodable=True) from error
+        raise _BadRowError("not valid UTF-8", undecodable=True) from error
     except ValueError as error:
-        raise _BadRow(f"not valid JSON ({error}); a jsonl file has one JSON object per line") from error
+        raise _BadRowError(f"not valid JSON ({error}); a jsonl file has one JSON object per line") from error
     if not isinstance(row, dict):
-        raise _BadRow(f"a JSON {type(row).__name__}, expected an object with a {text_column!r} column")
+        raise _BadRowError(f"a JSON {type(row).__name__}, expected an object with a {text_column!r} column")
     if text_column not in row:
-        raise _BadRow(f"no column {text_column!r}; its columns are {sorted(row)}. Name one with --text_column.")
+        raise _BadRowError(f"no column {text_column!r}; its columns are {sorted(row)}. Name one with --text_column.")
     if not isinstance(row[text_column], str):
-        raise _BadRow(f"column {text_column!r} holds {type(row[text_column]).__name__}, expected text")
+        raise _BadRowError(f"column {text_column!r} holds {type(row[text_column]).__name__}, expected text")
     return str(row[text_column])
 
 

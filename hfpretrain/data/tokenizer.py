@@ -96,7 +96,6 @@ def _wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
         tokenizer_object=backend,
         bos_token=START_TOKEN,
         eos_token=END_TOKEN,
-        pad_token=END_TOKEN,
         clean_up_tokenization_spaces=False,
     )
 

@@ -1,8 +1,8 @@
 """Learning-rate schedules as plain functions of the step: no state, so nothing can go stale in a checkpoint.
 
-Steps are 0-based optimizer steps of a run of `num_steps`. All schedules share two rules that a table of numbers shows at
-once: the first step already learns (warm-up is (step + 1) / warmup_steps, never 0), and the last step, `num_steps - 1`,
-has exactly the minimum (except `constant`, which has none).
+Steps are 0-based optimizer steps of a run of `num_steps`. All schedules share two rules that a table of numbers shows
+at once: the first step already learns (warm-up is (step + 1) / warmup_steps, never 0), and the last step,
+`num_steps - 1`, has exactly the minimum (except `constant`, which has none).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def resolve_steps(
 ) -> tuple[int, int]:
     """(warmup_steps, decay_steps) from lengths in steps or as fractions of `num_steps`; neither given means 0.
 
-    A fraction is rounded to the nearest step (halves up) and is at least one step if it is above 0. Raises `ConfigError`
+    A fraction is rounded to the nearest step (halves up) and is at least one step if above 0. Raises `ConfigError`
     when both forms of one length are given, or a value is out of range.
     """
     problems: list[Problem] = []

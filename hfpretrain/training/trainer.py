@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Sampler
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.utils import logging
 
 from hfpretrain.data.collator import PackedCollator
@@ -51,12 +51,14 @@ class PretrainTrainer(Trainer):
 
     Args:
         model: any causal LM that returns logits.
-        args: `gradient_accumulation_steps` must be 1 and `max_steps` the number of steps: how many micro-batches a step
-            has is a matter of the data, and may differ from step to step.
+        args: `gradient_accumulation_steps` must be 1, because how many micro-batches a step has is a matter of the data;
+            `max_steps` -1 or the length of train_dataset.
         train_dataset: item s is this rank's list of micro-batches of optimizer step s.
         eval_dataset: held-out windows, scored by `evaluate`.
         lr_factor: 0-based step -> multiple of the base learning rate.
         fingerprint: what identifies data, order and batch; a checkpoint of another fingerprint is not resumed.
+        tokenizer: saved beside every checkpoint. (Given to the Trainer as `processing_class`, it would also change the
+            model's configuration: a pad token that is EOS becomes the row that the next embedding never trains.)
         isolation: the collator whose documents must not see each other; that they do not is measured on the wrapped
             model before the first step, and a leak stops the run. None: documents are not kept apart, by decision.
         flops: FLOPs of one input token, for `total_flos` and, on a device whose peak is known, MFU.
@@ -71,6 +73,7 @@ class PretrainTrainer(Trainer):
         lr_factor: Callable[[int], float],
         eval_dataset: EvaluationWindows | None = None,
         fingerprint: Mapping[str, Any] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         isolation: PackedCollator | None = None,
         flops: TokenFlops | None = None,
         **kwargs: Any,
@@ -80,11 +83,15 @@ class PretrainTrainer(Trainer):
                 f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, expected 1: a TrainingSteps item "
                 "already holds all micro-batches of its step; set batch_tokens and per_device_train_batch_size instead"
             )
+        if args.max_steps not in (-1, len(train_dataset)):
+            raise ValueError(f"max_steps is {args.max_steps}, but the training steps are {len(train_dataset)}: say one")
+        args.max_steps = len(train_dataset)
         super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
         self.causal_lm = model  # what is in every wrapper, and what a checkpoint holds
         self.steps = train_dataset
         self.lr_factor = lr_factor
         self.fingerprint = dict(fingerprint or {})
+        self.tokenizer = tokenizer
         self.isolation = isolation
         self.flops = flops or TokenFlops(full=0.0, causal=0.0, matmul_parameters=0)
         self.forward_logits = LogitsForward(model)
@@ -372,6 +379,11 @@ class PretrainTrainer(Trainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._run_dir or super()._get_output_dir(trial)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(cast(str, output_dir or self.args.output_dir))
 
     def _pretrain_state(self) -> PretrainState:
         return PretrainState(
