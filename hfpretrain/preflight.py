@@ -7,7 +7,9 @@ were started is checked in `hfpretrain.launch_checks`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ from hfpretrain.argument_rules import check_length, check_values
 from hfpretrain.arguments import DataArguments, ModelArguments, PretrainArguments
 from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.launch_checks import check_deepspeed, check_launch, deepspeed_config
-from hfpretrain.training.schedule import check_schedule, resolve_steps
+from hfpretrain.training.schedule import check_schedule, lr_factor, resolve_steps
 
 DEFAULT_WARMUP_FRACTION = 0.02
 DEFAULT_DECAY_FRACTION = 0.2
@@ -120,6 +122,19 @@ def check_start(data_args: DataArguments, args: PretrainArguments) -> RunLength:
         raise ConfigError(problems + error.problems) from error
     refuse(problems)
     return run
+
+
+def schedule(args: PretrainArguments, run: RunLength) -> Callable[[int], float]:
+    """0-based optimizer step -> multiple of the peak learning rate, see `hfpretrain.training.schedule.lr_factor`."""
+    return partial(
+        lr_factor,
+        schedule=str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+        num_steps=run.num_steps,
+        warmup_steps=run.warmup_steps,
+        decay_steps=run.decay_steps,
+        decay_shape=args.decay_shape,
+        min_lr_ratio=args.min_lr_ratio,
+    )
 
 
 def _accumulation(args: PretrainArguments, micro_batches: int, *, rows: int, world_size: int) -> list[Problem]:

@@ -184,10 +184,12 @@ def test_other_content_is_a_miss(load: Load, tmp_path: Path, tokenised: list[str
     load(file)
     other = fast(backend(), eos_token=END_TOKEN)  # differs in its start token only
     documents, _, report = load(file, tokenizer=other)
-    assert not report.cache_hit and documents.document(0)[0] == END
+    assert not report.cache_hit
+    assert documents.document(0)[0] == END
     file.write_text(json.dumps({"text": "two"}) + "\n")  # same size
     documents, _, report = load(file)
-    assert not report.cache_hit and texts_of(documents) == ["two"]
+    assert not report.cache_hit
+    assert texts_of(documents) == ["two"]
     assert tokenised == ["one", "one", "two"]
 
 
@@ -197,7 +199,8 @@ def test_a_damaged_entry_is_made_again(load: Load, tmp_path: Path) -> None:
     arrow = next(report.cache_path.glob("*.arrow"))
     arrow.write_bytes(arrow.read_bytes()[:100])
     documents, _, report = load(file)
-    assert not report.cache_hit and len(documents) == 4
+    assert not report.cache_hit
+    assert len(documents) == 4
 
 
 SCRIPT = """

@@ -67,4 +67,5 @@ def test_huge_epochs_need_no_memory() -> None:
     order = BlockOrder(10**12, 0)
     blocks = order.blocks_at(np.arange(1000))
     assert len(set(blocks.tolist())) == 1000
-    assert blocks.min() >= 0 and blocks.max() < 10**12
+    assert blocks.min() >= 0
+    assert blocks.max() < 10**12

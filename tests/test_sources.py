@@ -74,7 +74,8 @@ def test_hub_names_go_through_load_dataset(tmp_path: Path, monkeypatch: pytest.M
 def test_stdlib_is_the_interpreters_own_files() -> None:
     found = find_sources(["stdlib"])
     paths = [file.path for file in found.files]
-    assert json.__file__ in paths and paths == sorted(paths)
+    assert json.__file__ in paths
+    assert paths == sorted(paths)
     assert not any("site-packages" in path for path in paths)
     assert len(paths) > 300
 
@@ -154,7 +155,8 @@ def test_content_key_reads_a_file_again_only_when_it_changed(tmp_path: Path, mon
     monkeypatch.setattr(sources, "_hash_file", counting)
     found = find_sources([str(file)])
     keys = [content_key(found, cache_dir=tmp_path / "cache") for _ in range(3)]
-    assert len(set(keys)) == 1 and len(hashed) == 1
+    assert len(set(keys)) == 1
+    assert len(hashed) == 1
     file.write_text("two")
     assert content_key(found, cache_dir=tmp_path / "cache") != keys[0]
 

@@ -34,7 +34,8 @@ def test_trained_tokenizer_has_exactly_the_size_and_loses_nothing(tmp_path: Path
     assert len(ids) < len(CORPUS[0].encode()) / 2
     assert tokenizer.decode(tokenizer(TEXT, add_special_tokens=False)["input_ids"]) == TEXT
     assert document_ids(tokenizer) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    assert START_TOKEN in tokenizer.get_vocab() and END_TOKEN in tokenizer.get_vocab()
+    assert START_TOKEN in tokenizer.get_vocab()
+    assert END_TOKEN in tokenizer.get_vocab()
 
 
 def test_trained_tokenizer_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +49,8 @@ def test_trained_tokenizer_is_trained_once(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(module, "_train", counting)
     first = load_tokenizer("train:300", texts=CORPUS, cache_dir=tmp_path)
     second = load_tokenizer("train:300", texts=CORPUS, cache_dir=tmp_path)
-    assert trained == [300] and first.get_vocab() == second.get_vocab()
+    assert trained == [300]
+    assert first.get_vocab() == second.get_vocab()
     load_tokenizer("train:301", texts=CORPUS, cache_dir=tmp_path)
     load_tokenizer("train:300", texts=CORPUS[1:], cache_dir=tmp_path)
     assert trained == [300, 301, 300]

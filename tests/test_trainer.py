@@ -163,7 +163,7 @@ def test_checkpoints_are_rotated_whole_and_say_where_they_are(tmp_path: Path) ->
 
 def test_a_request_to_stop_saves_and_ends(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path, _steps(6))
-    trainer.stop_requested = True
+    trainer.stop_after_step()
     trainer.train()
     assert trainer.state.global_step == 1
     assert [folder.name for folder in list_checkpoints(tmp_path)] == ["checkpoint-1"]

@@ -92,7 +92,7 @@ def _wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
     backend.post_processor = processors.TemplateProcessing(
         single=f"{START_TOKEN} $A", pair=f"{START_TOKEN} $A {START_TOKEN} $B", special_tokens=[(START_TOKEN, start)]
     )
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=START_TOKEN,
         eos_token=END_TOKEN,

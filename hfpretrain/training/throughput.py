@@ -15,22 +15,35 @@ import numpy as np
 import torch
 from torch import nn
 
-from hfpretrain.model import true_shape
+from hfpretrain.data.packing import PackedIndex
+from hfpretrain.model import parameter_count, true_shape
 from hfpretrain.planning.flops import flops_per_token, mean_attended_packed, peak_flops
 
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Training FLOPs of one input token under both conventions; `matmul_parameters` is the N of 6N."""
+    """Training FLOPs of one input token under both conventions.
 
-    full: float
-    causal: float
-    matmul_parameters: int
+    Attributes:
+        full, causal: 6N and the attention term of that convention.
+        matmul_parameters: the N of 6N: weights that a token is multiplied with.
+        parameters: all of them, tied ones once.
+    """
+
+    full: float = 0.0
+    causal: float = 0.0
+    matmul_parameters: int = 0
+    parameters: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.parameters:,} parameters, {self.matmul_parameters:,} of them multiplied with each token (the N of "
+            f"6N: no input embedding, the active experts); {self.causal / 1e6:,.1f} MFLOPs a trained token with causal "
+            f"attention inside documents, {self.full / 1e6:,.1f} by the full-attention convention"
+        )
 
 
-def token_flops(
-    model: nn.Module, *, sequence_length: int, piece_lengths: np.ndarray, isolate_documents: bool
-) -> TokenFlops:
+def token_flops(model: nn.Module, index: PackedIndex, *, isolate_documents: bool) -> TokenFlops:
     """FLOPs of one token of this model on this packing.
 
     N: all weights of two or more dimensions but input embeddings (a tied one is the output head, counted once), of a
@@ -44,14 +57,14 @@ def token_flops(
     layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
     heads = getattr(config, "num_attention_heads", 0) or 0
     head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    attended = mean_attended_packed(piece_lengths) if isolate_documents else sequence_length / 2
+    attended = mean_attended_packed(index.piece_lengths) if isolate_documents else index.sequence_length / 2
     full, causal = (
         flops_per_token(
             matmul_parameters=parameters, num_layers=layers, attention_width=heads * head_dim, mean_attended=positions
         )
-        for positions in (float(sequence_length), attended)
+        for positions in (float(index.sequence_length), attended)
     )
-    return TokenFlops(full=full, causal=causal, matmul_parameters=parameters)
+    return TokenFlops(full, causal, parameters, parameter_count(model))
 
 
 def matmul_parameters(model: nn.Module) -> int:

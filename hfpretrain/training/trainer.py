@@ -51,12 +51,13 @@ class PretrainTrainer(Trainer):
 
     Args:
         model: any causal LM that returns logits.
-        args: `gradient_accumulation_steps` must be 1, because how many micro-batches a step has is a matter of the data;
+        args: `gradient_accumulation_steps` must be 1: how many micro-batches a step has is a matter of the data;
             `max_steps` -1 or the length of train_dataset.
         train_dataset: item s is this rank's list of micro-batches of optimizer step s.
         eval_dataset: held-out windows, scored by `evaluate`.
         lr_factor: 0-based step -> multiple of the base learning rate.
-        fingerprint: what identifies data, order and batch; a checkpoint of another fingerprint is not resumed.
+        fingerprint: what identifies the data and its order; with the size of a step it decides which rows a step number
+            means, and a checkpoint of another fingerprint is not resumed.
         tokenizer: saved beside every checkpoint. (Given to the Trainer as `processing_class`, it would also change the
             model's configuration: a pad token that is EOS becomes the row that the next embedding never trains.)
         isolation: the collator whose documents must not see each other; that they do not is measured on the wrapped
@@ -90,14 +91,15 @@ class PretrainTrainer(Trainer):
         self.causal_lm = model  # what is in every wrapper, and what a checkpoint holds
         self.steps = train_dataset
         self.lr_factor = lr_factor
-        self.fingerprint = dict(fingerprint or {})
+        step_shape = {"batch_tokens": train_dataset.batch_tokens, "rows_per_step": train_dataset.rows_per_step}
+        self.fingerprint = {**(fingerprint or {}), **step_shape}
         self.tokenizer = tokenizer
         self.isolation = isolation
-        self.flops = flops or TokenFlops(full=0.0, causal=0.0, matmul_parameters=0)
+        self.flops = flops or TokenFlops()
         self.forward_logits = LogitsForward(model)
         self.throughput = Throughput(world_size=args.world_size, peak_flops=device_peak_flops())
         self.target_tokens_seen = 0
-        self.stop_requested = False  # set it from anywhere, on any rank: all ranks save and stop after this step
+        self.stop_requested = False
         self._window = LogWindow()
         self._grad_norm: float | None = None
         self._step_done: StepSums | None = None
@@ -355,6 +357,10 @@ class PretrainTrainer(Trainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def stop_after_step(self, *_: Any) -> None:
+        """Make all ranks save and stop after the running step; a signal handler, enough on any one rank."""
+        self.stop_requested = True
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,77 @@
+"""Interrupted = uninterrupted, bitwise: kill -9 in the middle, run the same command again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import REPOSITORY, command, environment, launch, remove_stale_build_locks
+from runs import RECIPE, arguments, curve, weights_hash, write_text
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("topology", ["single", "zero2", "zero3"])
+def test_killed_and_repeated_run_is_the_uninterrupted_one(topology: str, tmp_path: Path) -> None:
+    remove_stale_build_locks()
+    write_text(tmp_path / "text.jsonl")
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    launch(topology, RECIPE, *arguments(tmp_path, output_dir=straight))
+    kill_after(command(topology, RECIPE, *arguments(tmp_path, output_dir=broken)), broken / "checkpoint-6")
+    assert not (broken / "checkpoint-12").exists(), "it was not interrupted"
+    output = launch(topology, RECIPE, *arguments(tmp_path, output_dir=broken))
+    assert "tokenising" not in output
+    assert curve(broken) == curve(straight)
+    assert weights_hash(broken) == weights_hash(straight)
+    assert [line["step"] for line in curve(straight) if "loss" in line] == [1, 2, 4, 6, 8, 10, 12, 14]
+    assert curve(straight)[-1]["epoch"] > 2  # the kill fell into the second epoch's data
+    assert json.loads((broken / "run.json").read_text())["earlier_launches"][0]["was"] == {}
+    loads_in_stock_transformers(straight)
+
+
+def kill_after(run: list[str], checkpoint: Path) -> None:
+    """SIGKILL for the launcher and all ranks as soon as a checkpoint stands there."""
+    log = checkpoint.parent.with_suffix(".log")
+    with (
+        log.open("wb") as out,  # a pipe that nobody reads would fill up and stop the run
+        subprocess.Popen(
+            run, cwd=REPOSITORY, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        ) as process,
+    ):
+        deadline = time.monotonic() + 300
+        while not checkpoint.is_dir():
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.005)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def loads_in_stock_transformers(run: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(run)
+    logits = model(torch.tensor([[256, 97, 98]])).logits
+    assert logits.shape == (1, 3, 258)
+    assert torch.isfinite(logits).all()
+
+
+def test_sigterm_to_one_rank_saves_on_all_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.jsonl")
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    launch("cpu_ddp", RECIPE, *arguments(tmp_path, output_dir=straight, save_steps=1000))
+    worker = Path(__file__).with_name("stopping_worker.py")
+    output = launch("cpu_ddp", worker, *arguments(tmp_path, output_dir=stopped, save_steps=1000))
+    assert "stopped   after step 5" in output
+    assert [folder.name for folder in stopped.glob("checkpoint-*")] == ["checkpoint-5"]
+    assert not (stopped / "model.safetensors").exists()
+    launch("cpu_ddp", RECIPE, *arguments(tmp_path, output_dir=stopped, save_steps=1000))
+    assert curve(stopped) == curve(straight)
+    assert weights_hash(stopped) == weights_hash(straight)
