@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -122,6 +123,26 @@ def check_deepspeed(config: Mapping[str, Any] | None, args: Any) -> list[Problem
                 f"{key}.enabled: {enabled}, {key}: {ours}",
                 f'"{key}": {{"enabled": "auto"}}',
             )
+    return problems
+
+
+def check_agreement(**facts: Any) -> list[Problem]:
+    """What every process must have found alike, such as the checkpoint to continue from and the data's fingerprint.
+
+    They differ where machines do not see the same files or were started with other arguments; training would then hang
+    or go on from different weights. Collective: every rank calls it with the same names.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    found: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, {name: str(value) for name, value in facts.items()})
+    problems = []
+    for name in facts:
+        values = [rank[name] for rank in found]
+        if len(set(values)) > 1:
+            given = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            remedy = "start every machine with the same arguments, on a file system that all of them share"
+            problems.append(Problem(f"the processes disagree about {name}", given, "launcher", remedy))
     return problems
 
 

@@ -32,6 +32,7 @@ from hfpretrain.data.spans import iter_texts
 from hfpretrain.data.steps import TrainingSteps
 from hfpretrain.data.tokenizer import load_tokenizer
 from hfpretrain.errors import ConfigError, refuse
+from hfpretrain.launch_checks import check_agreement
 from hfpretrain.model import build_model, load_config, load_model
 from hfpretrain.preflight import check_data, check_model, check_start, model_notes, schedule
 from hfpretrain.run_record import write_run_json
@@ -81,7 +82,8 @@ def main(argv: list[str] | None = None) -> None:
     problems, notes = check_data(
         num_blocks=index.num_blocks, num_validation_documents=len(held_out), run=run, data_args=data_args, args=args
     )
-    refuse(problems + check_model(config, tokenizer, data_args, args))
+    same = check_agreement(checkpoint=checkpoint, length=run, data=report.fingerprint, config=config)
+    refuse(problems + check_model(config, tokenizer, data_args, args) + same)
     weights, attention = model_args.model_name_or_path, model_args.attn_implementation
     if weights:
         model = load_model(weights, config=config, attn_implementation=attention)

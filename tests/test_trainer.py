@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,6 @@ import pytest
 import torch
 from transformers import AutoConfig, TrainingArguments
 
-sys.path.insert(0, str(Path(__file__).parent / "distributed"))
-from tiny import SEQUENCE_LENGTH, TINY, RaggedBlocks, tiny_config
-
 from hfpretrain.data.collator import PackedCollator
 from hfpretrain.data.order import BlockOrder
 from hfpretrain.data.steps import TrainingSteps
@@ -22,6 +18,7 @@ from hfpretrain.loss import IGNORE_INDEX, count_targets
 from hfpretrain.model import build_model
 from hfpretrain.training.checkpoints import list_checkpoints
 from hfpretrain.training.trainer import NonFiniteLossError, PretrainTrainer
+from tiny import SEQUENCE_LENGTH, TINY, RaggedBlocks, tiny_config
 
 ROWS = 8
 

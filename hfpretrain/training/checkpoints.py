@@ -77,7 +77,7 @@ def staging_dir(output_dir: str | Path) -> Path:
 def publish(output_dir: str | Path, name: str) -> Path:
     """Sync `<output_dir>/.saving/<name>` to disk and move it to `<output_dir>/<name>`, replacing one of that name.
 
-    Called once per file system. When two nodes share one, the second finds the work done and returns.
+    Called once per node, one node at a time; on a shared file system all but the first find the work done and return.
     """
     staged, final = staging_dir(output_dir) / name, Path(output_dir) / name
     replaced = staging_dir(output_dir) / f"{name}.replaced"

@@ -377,7 +377,10 @@ class PretrainTrainer(Trainer):
         finally:
             self._run_dir = None
         self.accelerator.wait_for_everyone()
-        if self.is_local_process_zero():
+        if self.is_world_process_zero():
+            publish(output_dir, name)
+        self.accelerator.wait_for_everyone()
+        if self.is_local_process_zero():  # another node has something left to move only on a file system of its own
             publish(output_dir, name)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tiny import SEQUENCE_LENGTH, RaggedBlocks, tiny_config
 from transformers import TrainingArguments
 
 from hfpretrain.data.collator import PackedCollator
@@ -19,6 +18,7 @@ from hfpretrain.data.steps import TrainingSteps
 from hfpretrain.model import build_model
 from hfpretrain.training.schedule import lr_factor
 from hfpretrain.training.trainer import PretrainTrainer
+from tiny import SEQUENCE_LENGTH, RaggedBlocks, tiny_config
 
 NUM_STEPS, ROWS, SEED = 6, 8, 3
 SCHEDULE = {

@@ -8,11 +8,11 @@ import sys
 from typing import Any
 
 import torch.distributed as dist
+
 from launching import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "recipes"))
 import pretrain
-
 from hfpretrain.training.trainer import PretrainTrainer
 
 original = PretrainTrainer.training_step

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
 from equivalence_worker import EPSILON, LEARNING_RATE, MAX_GRAD_NORM, NUM_STEPS, ROWS, SCHEDULE, SEED, WEIGHT_DECAY
-from launching import TOPOLOGIES, launch, remove_stale_build_locks
-from tiny import NUM_BLOCKS, RaggedBlocks, tiny_config
-
 from hfpretrain.data.order import BlockOrder
 from hfpretrain.model import build_model
 from hfpretrain.training.schedule import lr_factor
+from launching import TOPOLOGIES, launch, remove_stale_build_locks
+from tiny import NUM_BLOCKS, RaggedBlocks, tiny_config
 
 pytestmark = pytest.mark.distributed
 CASES = {"single": ("llama:1", "llama:2", "llama:4", "gpt2:2")} | dict.fromkeys(

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from launching import environment, free_port, has_compiler, remove_stale_build_locks
 
 pytestmark = pytest.mark.distributed

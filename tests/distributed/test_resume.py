@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import REPOSITORY, command, environment, launch, remove_stale_build_locks
 from runs import RECIPE, arguments, curve, weights_hash, write_text
 

@@ -1,0 +1,85 @@
+"""The same command trains every family on real text; those whose documents see each other are refused until told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import pretrain
+from hfpretrain.errors import ConfigError
+
+SMALL = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4"
+LLAMA_LIKE = f"{SMALL},num_key_value_heads=2,intermediate_size=128,max_position_embeddings=128"
+ISOLATED = {
+    "gpt2": "n_embd=64,n_layer=2,n_head=4,n_positions=128",
+    "llama": LLAMA_LIKE,
+    "qwen3": f"{LLAMA_LIKE},head_dim=16",
+    "gemma2": f"{LLAMA_LIKE},head_dim=16,sliding_window=32",
+    "mixtral": f"{LLAMA_LIKE},num_local_experts=4,output_router_logits=true",
+    "gpt_neox": f"{SMALL},intermediate_size=128",
+    "falcon": f"{SMALL}",
+    "phi3": LLAMA_LIKE,
+    "olmo2": LLAMA_LIKE,
+}
+LEAKING = {
+    "mamba": "hidden_size=64,num_hidden_layers=2,state_size=8",
+    "opt": f"{SMALL},ffn_dim=128,word_embed_proj_dim=64,max_position_embeddings=128",
+    "bloom": "hidden_size=64,n_layer=2,n_head=4",
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real files of this repository's language: the json, email and html packages of the running interpreter."""
+    folder = tmp_path_factory.mktemp("corpus")
+    library = Path(json.__file__).parents[1]
+    sources = sorted([*library.glob("json/*.py"), *library.glob("email/*.py"), *library.glob("html/*.py")])
+    rows = [json.dumps({"text": path.read_text(encoding="utf-8")}) for path in sources]
+    (folder / "text.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def _arguments(corpus: Path, model_type: str, overrides: str, output_dir: Path) -> list[str]:
+    settings = {
+        "model_type": model_type,
+        "config_overrides": overrides,
+        "tokenizer_name": "train:512",
+        "dataset": corpus / "text.jsonl",
+        "validation_fraction": 0,
+        "sequence_length": 128,
+        "batch_tokens": 1024,
+        "per_device_train_batch_size": 4,
+        "max_steps": 20,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "output_dir": output_dir,
+        "cache_dir": corpus / "cache",
+        "preprocessing_num_workers": 1,
+        "disable_tqdm": "true",
+    }
+    return [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+
+
+def _losses(run: Path) -> list[float]:
+    history = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    return [line["loss"] for line in history if "loss" in line]
+
+
+@pytest.mark.parametrize("model_type", [*ISOLATED, *LEAKING])
+def test_loss_falls(model_type: str, text: Path, tmp_path: Path) -> None:
+    leaks = model_type in LEAKING
+    overrides = (LEAKING if leaks else ISOLATED)[model_type]
+    arguments = _arguments(text, model_type, overrides, tmp_path)
+    if leaks:
+        with pytest.raises(ConfigError, match=r"see the one before it[\s\S]*isolate_documents: false"):
+            pretrain.main(arguments)
+        arguments += ["--isolate_documents", "false"]
+    pretrain.main(arguments)
+    losses = _losses(tmp_path)
+    assert len(losses) == 20
+    assert losses[0] == pytest.approx(6.24, abs=0.7)  # ln(512) nats, give or take what initialisation adds
+    assert sum(losses[-3:]) / 3 < losses[0] - 0.7
+    assert (tmp_path / "model.safetensors").is_file()
