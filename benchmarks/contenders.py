@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from contest import Audit, Clock, Job, build, clock_callback, is_text
 
 Contender = Callable[[Job, Clock], tuple[Any, Audit]]

@@ -52,16 +52,16 @@ from typing import Any
 
 import datasets
 import torch
-from contest import NAMES, Job
-from machine import describe_machine
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from contest import NAMES, Job
 from hfpretrain.data.documents import load_documents
 from hfpretrain.data.sources import find_sources
 from hfpretrain.data.spans import encoded_text, in_validation, iter_texts, plan_spans, read_span
 from hfpretrain.data.tokenizer import load_tokenizer
 from hfpretrain.training.evaluation import EvaluationWindows, evaluate_bits_per_byte, evaluation_windows
+from machine import describe_machine
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "trl")
 

@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from machine import describe_machine
 from transformers import TrainerCallback
 
 from hfpretrain.arguments import PretrainArguments
@@ -42,6 +41,7 @@ from hfpretrain.model import build_model, load_config, parameter_count
 from hfpretrain.training.optimizer import parameter_groups
 from hfpretrain.training.schedule import lr_factor
 from hfpretrain.training.trainer import PretrainTrainer
+from machine import describe_machine
 
 GOAL = 0.97
 PEAK_LR, WEIGHT_DECAY, BETAS, EPS = 1e-3, 0.1, (0.9, 0.95), 1e-8

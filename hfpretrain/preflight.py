@@ -13,8 +13,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from hfpretrain.argument_rules import check_length, check_values
 from hfpretrain.arguments import DataArguments, ModelArguments, PretrainArguments
+from hfpretrain.arguments.rules import check_length, check_values
 from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.launch_checks import check_deepspeed, check_launch, deepspeed_config
 from hfpretrain.training.schedule import check_schedule, lr_factor, resolve_steps

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hfpretrain.argument_types import key_values, token_count
 from hfpretrain.arguments import DataArguments, ModelArguments, PretrainArguments, parse
+from hfpretrain.arguments.types import key_values, token_count
 from hfpretrain.errors import ConfigError
 from hfpretrain.run_record import write_run_json
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from hfpretrain.arguments.unknown_keys import unknown_key
 from hfpretrain.errors import Problem
-from hfpretrain.unknown_keys import unknown_key
 
 
 class _Loader(yaml.SafeLoader):

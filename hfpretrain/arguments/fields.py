@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 from transformers import TrainingArguments
 
-from hfpretrain.argument_rules import check_values
-from hfpretrain.command_line import read_command_line
+from hfpretrain.arguments.command_line import read_command_line
+from hfpretrain.arguments.rules import check_values
 from hfpretrain.errors import ConfigError, Problem, refuse
 
 

@@ -15,10 +15,10 @@ from typing import Any, NoReturn, cast, get_args, get_origin, get_type_hints
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from hfpretrain.argument_types import CONVERTERS
-from hfpretrain.config_files import merge_files, merged_deeply
+from hfpretrain.arguments.files import merge_files, merged_deeply
+from hfpretrain.arguments.types import CONVERTERS
+from hfpretrain.arguments.unknown_keys import unknown_key
 from hfpretrain.errors import Problem
-from hfpretrain.unknown_keys import unknown_key
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
