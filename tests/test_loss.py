@@ -64,3 +64,37 @@ def test_mean_loss_divides_by_the_count_of_the_whole_step() -> None:
     outputs = {"logits": logits}
     assert token_mean_loss(outputs, labels).item() == pytest.approx(total.item() / 5)
     assert token_mean_loss(outputs, labels, torch.tensor(20)).item() == pytest.approx(total.item() / 20)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 30_011])  # one chunk, and chunks of 69 rows
+def test_chunks_agree_with_torch(vocabulary: int) -> None:
+    logits = torch.randn(2, 101, vocabulary, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    labels = torch.randint(0, vocabulary, (2, 101), generator=torch.Generator().manual_seed(1))
+    labels[0, 10:90] = IGNORE_INDEX
+    ours = cross_entropy_sum(logits, labels)
+    (gradient,) = torch.autograd.grad(ours * 0.25, logits)
+    theirs = torch.nn.functional.cross_entropy(
+        logits.double().flatten(0, 1), shift_labels(labels).flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    (expected,) = torch.autograd.grad(theirs * 0.25, logits)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+    torch.testing.assert_close(gradient, expected, atol=2e-7, rtol=1e-5)
+
+
+def test_second_backward_is_refused_rather_than_wrong() -> None:
+    logits = torch.randn(1, 3, 4, requires_grad=True)
+    loss = cross_entropy_sum(logits, torch.tensor([[0, 1, 2]]))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="only once"):
+        loss.backward()
+
+
+def test_bfloat16_gradient_is_the_rounded_float32_one() -> None:
+    logits = torch.randn(1, 16, 40, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    labels = torch.randint(0, 40, (1, 16), generator=torch.Generator().manual_seed(1))
+    exact = logits.detach().float().requires_grad_()
+    cross_entropy_sum(logits, labels).backward()
+    cross_entropy_sum(exact, labels).backward()
+    assert logits.grad is not None
+    assert exact.grad is not None
+    assert torch.equal(logits.grad, exact.grad.bfloat16())

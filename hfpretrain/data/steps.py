@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -95,9 +96,10 @@ class TrainingSteps(Dataset[list[dict[str, Any]]]):
         start = step * self.rows_per_step
         first = start + self.rank * self.rows_per_step // self.world_size
         last = start + (self.rank + 1) * self.rows_per_step // self.world_size
+        numbers = self.order.blocks_at(np.arange(first, last))
         batches = [
-            self._micro_batch(low, min(low + self.per_device_rows, last))
-            for low in range(first, last, self.per_device_rows)
+            self._micro_batch(numbers[low : low + self.per_device_rows])
+            for low in range(0, len(numbers), self.per_device_rows)
         ]
         while len(batches) < self.micro_batches:
             batches.append(self._filler(start))
@@ -111,13 +113,12 @@ class TrainingSteps(Dataset[list[dict[str, Any]]]):
         """Epochs that are done when `step` begins."""
         return step * self.rows_per_step / self.order.num_blocks
 
-    def _micro_batch(self, first: int, last: int) -> dict[str, Any]:
-        numbers = self.order.blocks_at(torch.arange(first, last).numpy())
+    def _micro_batch(self, numbers: np.ndarray) -> dict[str, Any]:
         return self.collator([self.blocks[int(number)] for number in numbers])
 
     def _filler(self, position: int) -> dict[str, Any]:
         """A real row (so that no kernel sees anything unusual) that nothing is learnt from."""
-        batch = self._micro_batch(position, position + 1)
+        batch = self._micro_batch(self.order.blocks_at(np.array([position])))
         batch["labels"] = torch.full_like(batch["labels"], IGNORED_LABEL)
         return batch
 
