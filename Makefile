@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 BENCH_READY := .venv/.ready-bench
-DEMO_DIR ?= runs/demo
+DEMO_DIR ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .PHONY: help setup demo test lint bench clean
@@ -40,5 +40,5 @@ bench: $(BENCH_READY)  ## the side-by-side benchmarks of benchmarks/
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/end_to_end.py
 
-clean:  ## remove the virtual environment and the demo run
-	rm -rf .venv $(DEMO_DIR)
+clean:  ## remove the virtual environment and the caches of tests
+	rm -rf .venv .cache

@@ -68,6 +68,16 @@ def _losses(run: Path) -> list[float]:
     return [line["loss"] for line in history if "loss" in line]
 
 
+def test_preflight_only_makes_no_step(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pretrain.main([*_arguments(text, "llama", ISOLATED["llama"], tmp_path / "run"), "--preflight_only", "true"])
+    printed = capsys.readouterr().out
+    assert "nothing contradicts" in printed
+    assert "'loss'" not in printed
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="see the one before it"):
+        pretrain.main([*_arguments(text, "opt", LEAKING["opt"], tmp_path), "--preflight_only", "true"])
+
+
 @pytest.mark.parametrize("model_type", [*ISOLATED, *LEAKING])
 def test_loss_falls(model_type: str, text: Path, tmp_path: Path) -> None:
     leaks = model_type in LEAKING

@@ -166,6 +166,17 @@ def test_a_request_to_stop_saves_and_ends(tmp_path: Path) -> None:
     assert [folder.name for folder in list_checkpoints(tmp_path)] == ["checkpoint-1"]
 
 
+def test_loader_processes_change_nothing(tmp_path: Path) -> None:
+    """Also after a resume: the sampler starts at the checkpoint's step."""
+    alone = _trainer(tmp_path / "a", _steps(4))
+    alone.train()
+    saving = {"save_strategy": "steps", "save_steps": 2, "dataloader_num_workers": 2}
+    _trainer(tmp_path / "b", _steps(4), **saving).train()
+    resumed = _trainer(tmp_path / "b", _steps(4), **saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
+    assert [line["loss"] for line in _lines(resumed)] == [line["loss"] for line in _lines(alone)]
+
+
 def test_accumulation_by_the_trainer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected 1"):
         _trainer(tmp_path, _steps(2), gradient_accumulation_steps=2)

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hfpretrain.errors import Problem
+
 _SEED = 20260101  # the same tokens on every rank; any number would do
 _EXACT = 1e-5  # of the logits' standard deviation: same shapes, so all but bitwise equal where documents are apart
 _SAME = 1e-3  # the same, between different shapes; clean models reach 3e-5 in fp32, wrong positions cost 0.1 and more
@@ -42,6 +44,15 @@ class Leak:
     scale: float
     isolated: bool
     detail: str
+
+    def problem(self, model_name: str) -> Problem:
+        """What to say when a leak must stop a run."""
+        return Problem(
+            what=f"{model_name} lets a document of a row see the one before it",
+            given=self.detail,
+            source="isolate_documents",
+            remedy="isolate_documents: false to train on rows of unseparated documents, or another model or attention",
+        )
 
 
 @dataclass(frozen=True)

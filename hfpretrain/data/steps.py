@@ -6,12 +6,12 @@ alone: not on the number of ranks, not on how many rows fit in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from hfpretrain.data.collator import IGNORED_LABEL, Block
 from hfpretrain.data.order import BlockOrder
@@ -121,6 +121,21 @@ class TrainingSteps(Dataset[list[dict[str, Any]]]):
         batch = self._micro_batch(self.order.blocks_at(np.array([position])))
         batch["labels"] = torch.full_like(batch["labels"], IGNORED_LABEL)
         return batch
+
+
+class StepSampler(Sampler[int]):
+    """Steps in order, from wherever the run stands when iteration begins (a checkpoint may be loaded until then)."""
+
+    def __init__(self, first_step: Callable[[], int], num_steps: int) -> None:
+        self._first_step = first_step
+        self._num_steps = num_steps
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._first_step(), self._num_steps))
+
+    def __len__(self) -> int:
+        """Steps of the whole run, done ones included: the Trainer takes this for its length."""
+        return self._num_steps
 
 
 def rows_per_step(*, batch_tokens: int, sequence_length: int) -> int:

@@ -25,6 +25,7 @@ class PretrainState:
         target_tokens_seen: over all ranks since step 0.
         data_position: where the next step stands in the data, for people; the step number alone decides.
         fingerprint: settings that fix which data a step number means.
+        world_size: ranks that saved it.
         window: sums since the last log line.
     """
 
@@ -32,6 +33,7 @@ class PretrainState:
     target_tokens_seen: int
     data_position: dict[str, Any]
     fingerprint: dict[str, Any]
+    world_size: int
     window: LogWindow = field(default_factory=LogWindow)
 
     def write(self, folder: Path) -> None:

@@ -7,6 +7,8 @@ MFU is published under two conventions that differ by up to ten points, so both 
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +89,14 @@ def matmul_parameters(model: nn.Module) -> int:
     return total
 
 
+def peak_memory_bytes() -> int:
+    """Most memory held at once so far: of this process's GPU, or of the process itself on a machine without one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def device_peak_flops() -> float | None:
     """Dense bf16 peak of this process's device in FLOP/s, None for a CPU or an unknown device."""
     return peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
@@ -144,8 +154,7 @@ class Throughput:
             available = self.peak_flops * self.world_size * seconds
             metrics["mfu_full"] = round(self._flops_full / available, 4)
             metrics["mfu_causal"] = round(self._flops_causal / available, 4)
-        if torch.cuda.is_available():
-            metrics["peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        metrics["peak_memory_gib"] = round(peak_memory_bytes() / 2**30, 2)
         self._seconds, self._steps, self._input_tokens, self._target_tokens = 0.0, 0, 0, 0
         self._flops_full, self._flops_causal = 0.0, 0.0
         return metrics

@@ -9,32 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Sampler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import logging
 
 from hfpretrain.data.collator import PackedCollator
 from hfpretrain.data.isolation import measure_leak
-from hfpretrain.data.steps import TrainingSteps
+from hfpretrain.data.steps import StepSampler, TrainingSteps
 from hfpretrain.errors import Problem, refuse
 from hfpretrain.launch_checks import verify_engine
 from hfpretrain.loss import count_targets, cross_entropy_sum
-from hfpretrain.training.checkpoints import publish, rotate, staging_dir
 from hfpretrain.training.counters import LogWindow, StepSums
 from hfpretrain.training.evaluation import EvaluationWindows, evaluate_bits_per_byte
 from hfpretrain.training.forward import LogitsForward
 from hfpretrain.training.optimizer import build_optimizer, describe_groups, parameter_groups
 from hfpretrain.training.resume import PretrainState, apply_asked, hyperparameters, read_state
+from hfpretrain.training.saving import WholeCheckpointTrainer
 from hfpretrain.training.throughput import Throughput, TokenFlops, device_peak_flops
 
 logger = logging.get_logger(__name__)
@@ -46,7 +44,7 @@ class NonFiniteLossError(RuntimeError):
     """The loss is NaN or infinite; raised before the update, so the weights are those of the step before."""
 
 
-class PretrainTrainer(Trainer):
+class PretrainTrainer(WholeCheckpointTrainer):
     """A Trainer whose steps come from `TrainingSteps`.
 
     Args:
@@ -99,11 +97,11 @@ class PretrainTrainer(Trainer):
         self.forward_logits = LogitsForward(model)
         self.throughput = Throughput(world_size=args.world_size, peak_flops=device_peak_flops())
         self.target_tokens_seen = 0
-        self.stop_requested = False
+        self._stop_asked = False  # here, perhaps in the middle of a step
+        self._stopping = False  # by all ranks alike
         self._window = LogWindow()
         self._grad_norm: float | None = None
         self._step_done: StepSums | None = None
-        self._run_dir: str | None = None  # where checkpoints are being written, None outside of saving
 
     # -- data: the step number is the position ------------------------------------------------------------------------
 
@@ -113,7 +111,7 @@ class PretrainTrainer(Trainer):
         return DataLoader(
             self.steps,
             batch_size=None,
-            sampler=_StepsFrom(lambda: self.state.global_step, len(self.steps)),
+            sampler=StepSampler(lambda: self.state.global_step, len(self.steps)),
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self.args.dataloader_persistent_workers and workers > 0,
@@ -210,7 +208,7 @@ class PretrainTrainer(Trainer):
 
     def _gather(self, sums: torch.Tensor, step_tokens: torch.Tensor) -> StepSums:
         """Add up all ranks' sums in rank order (the same bits everywhere) and stop before a non-finite update."""
-        mine = torch.cat([sums, sums.new_tensor([float(self.stop_requested)])])
+        mine = torch.cat([sums, sums.new_tensor([float(self._stop_asked)])])
         ranks = [torch.empty_like(mine) for _ in range(self.args.world_size)] if self.args.world_size > 1 else [mine]
         if self.args.world_size > 1:
             dist.all_gather(ranks, mine)
@@ -223,7 +221,7 @@ class PretrainTrainer(Trainer):
                 f"position {self.steps.position(step)}. The update was not made: weights are those after step {step}. "
                 "Resume from the last checkpoint with a lower learning rate or longer warm-up, or look at these rows."
             )
-        self.stop_requested = any(row[2] > 0 for row in rows)
+        self._stopping = any(row[2] > 0 for row in rows)
         return StepSums(sum(row[0] for row in rows), sum(row[1] for row in rows), int(step_tokens))
 
     # -- clipping -----------------------------------------------------------------------------------------------------
@@ -237,11 +235,12 @@ class PretrainTrainer(Trainer):
         norm = float(norm) if norm is not None else None
         if norm is not None:
             self._window.clipped_steps += int(0 < self.args.max_grad_norm < norm)
-            if (
-                not math.isfinite(norm) and not self.args.fp16
-            ):  # fp16 overflows on purpose: the loss scaler skips the step
+            # fp16 overflows on purpose now and then: its loss scaler skips the step and tries a smaller scale.
+            if not math.isfinite(norm) and not self.args.fp16:
+                step, made = self.state.global_step, "was" if self.is_deepspeed_enabled else "was not"
                 raise NonFiniteLossError(
-                    f"gradient norm is {norm} at step {self.state.global_step}, the loss was finite"
+                    f"gradient norm is {norm} at step {step} though the loss is finite; data position "
+                    f"{self.steps.position(step)}. The update {made} made. Resume from the last checkpoint."
                 )
         return norm
 
@@ -257,11 +256,9 @@ class PretrainTrainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
-        # A partial, not an object: LambdaLR puts an object's attributes into the checkpoint, and a resume would get
+        # A function, not an object: LambdaLR puts an object's attributes into the checkpoint, and a resume would get
         # the old horizon back instead of the one that is asked for now.
-        scheduler = LambdaLR(
-            cast(torch.optim.Optimizer, optimizer or self.optimizer), lr_lambda=partial(_call, self.lr_factor)
-        )
+        scheduler = LambdaLR(cast(Any, optimizer or self.optimizer), lr_lambda=lambda step: self.lr_factor(step))
         self.lr_scheduler, self._created_lr_scheduler = scheduler, True
         return scheduler
 
@@ -298,7 +295,7 @@ class PretrainTrainer(Trainer):
             )
         model.train(was_training)
         self._say(f"isolation of documents: {leak.detail}")
-        return [] if leak.isolated else [leak_problem(type(self.causal_lm).__name__, leak.detail)]
+        return [] if leak.isolated else [leak.problem(type(self.causal_lm).__name__)]
 
     # -- logging ------------------------------------------------------------------------------------------------------
 
@@ -312,7 +309,9 @@ class PretrainTrainer(Trainer):
             )
             self._step_done = None
         self.state.epoch = self.steps.epoch(self.state.global_step)
-        if self.stop_requested:
+        if self.state.global_step == len(self.steps):
+            self.control.should_log = True  # the last steps, too, where they fill no whole window
+        if self._stopping:
             self.control.should_save = self.control.should_training_stop = True
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -359,35 +358,13 @@ class PretrainTrainer(Trainer):
         return metrics
 
     def stop_after_step(self, *_: Any) -> None:
-        """Make all ranks save and stop after the running step; a signal handler, enough on any one rank."""
-        self.stop_requested = True
+        """Make all ranks save and stop after this step or the next; a signal handler, enough on any one rank."""
+        self._stop_asked = True
 
-    # -- checkpoints --------------------------------------------------------------------------------------------------
+    # -- checkpoints (see `saving`) and resume -----------------------------------------------------------------------
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """The Trainer's checkpoint and `pretrain_state.json`: written aside, moved into place, old ones rotated."""
-        name = f"checkpoint-{self.state.global_step}"
-        output_dir = Path(cast(str, self.args.output_dir))
-        self._run_dir = str(staging_dir(output_dir))
-        try:
-            if self.args.should_save:
-                os.makedirs(Path(self._run_dir) / name, exist_ok=True)
-                self._pretrain_state().write(Path(self._run_dir) / name)
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._run_dir = None
-        self.accelerator.wait_for_everyone()
-        if self.is_world_process_zero():
-            publish(output_dir, name)
-        self.accelerator.wait_for_everyone()
-        if self.is_local_process_zero():  # another node has something left to move only on a file system of its own
-            publish(output_dir, name)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            rotate(output_dir, self.args.save_total_limit)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._run_dir or super()._get_output_dir(trial)
+    def write_beside_checkpoint(self, folder: Path) -> None:
+        self._pretrain_state().write(folder)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
@@ -400,6 +377,7 @@ class PretrainTrainer(Trainer):
             target_tokens_seen=self.target_tokens_seen,
             data_position=self.steps.position(self.state.global_step),
             fingerprint=self.fingerprint,
+            world_size=self.args.world_size,
             window=self._window,
         )
 
@@ -414,32 +392,8 @@ class PretrainTrainer(Trainer):
             self.target_tokens_seen, self._window = saved.target_tokens_seen, saved.window
             if saved.num_steps != max_steps:
                 self._say(
-                    f"resume: the schedule follows the length asked for now, {max_steps} steps, not {saved.num_steps}"
+                    f"resume: the schedule follows the length asked for, {max_steps} steps, not {saved.num_steps}"
                 )
+            if saved.world_size != self.args.world_size:
+                self._say(f"resume: on {self.args.world_size} ranks, saved by {saved.world_size}: dropout draws differ")
         return trained
-
-
-def leak_problem(model_name: str, detail: str) -> Problem:
-    return Problem(
-        what=f"{model_name} lets a document of a row see the one before it",
-        given=detail,
-        source="isolate_documents",
-        remedy="isolate_documents: false to train on rows of unseparated documents, or another model or attention",
-    )
-
-
-class _StepsFrom(Sampler[int]):
-    """Steps in order from wherever the run stands when iteration begins."""
-
-    def __init__(self, first_step: Callable[[], int], num_steps: int) -> None:
-        self._first_step, self._num_steps = first_step, num_steps
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self._first_step(), self._num_steps))
-
-    def __len__(self) -> int:
-        return self._num_steps
-
-
-def _call(function: Callable[[int], float], step: int) -> float:
-    return function(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,18 @@ def test_ranks_and_batches_do_not_change_the_evaluation(tmp_path: Path) -> None:
         np.testing.assert_allclose(list(mine.values()), list(theirs.values()), rtol=2e-5)
     evaluations = [line for line in curve(alone) if "eval_bpb" in line]
     assert evaluations[0]["eval_target_tokens"] == evaluations[0]["eval_text_bytes"]  # the byte tokenizer
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """The order of rows depends on neither, so one process's checkpoint is two ranks' as well."""
+    write_text(tmp_path / "text.jsonl")
+    changes: dict[str, Any] = NO_DROPOUT | {"max_steps": 6, "logging_steps": 1, "eval_steps": 6}
+    alone, moved = tmp_path / "alone", tmp_path / "moved"
+    launch("single", RECIPE, *arguments(tmp_path, **changes, output_dir=alone))
+    shutil.copytree(alone / "checkpoint-3", moved / "checkpoint-3")
+    launch("cpu_ddp", RECIPE, *arguments(tmp_path, **changes, output_dir=moved))
+    for mine, theirs in zip(curve(alone), curve(moved), strict=True):
+        np.testing.assert_allclose(list(mine.values()), list(theirs.values()), rtol=2e-5)
 
 
 def test_two_processes_asked_for_and_one_started_is_refused(tmp_path: Path) -> None:
