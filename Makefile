@@ -37,6 +37,7 @@ lint: $(READY)  ## format, rules and types
 
 bench: $(BENCH_READY)  ## the side-by-side benchmarks of benchmarks/
 	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/cross_entropy.py
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/end_to_end.py
 
