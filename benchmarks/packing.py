@@ -29,7 +29,7 @@ from hfpretrain.data.packing import PackedIndex, pack_best_fit, pack_concat
 try:
     import trl.data_utils as trl_data
 except ImportError:
-    trl_data = None  # type: ignore[assignment]
+    trl_data = None
 
 
 @dataclass(frozen=True)
