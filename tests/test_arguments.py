@@ -247,8 +247,8 @@ def test_the_pieces_compose(model: Path) -> None:
 
 
 def test_the_other_configs_are_read() -> None:
-    _, _, args = parse(["--config", str(CONFIGS / "demo.yaml")])
-    assert args.batch_tokens == 8192
+    _, data_args, args = parse(["--config", str(CONFIGS / "demo.yaml")])
+    assert args.batch_tokens == 4 * data_args.sequence_length
     # bf16 and tf32 need a GPU to be accepted; here only their names and types are of interest.
     argv = [*GOOD, "--config", str(CONFIGS / "train" / "gpu.yaml"), "--bf16", "false", "--tf32", "none"]
     assert parse(argv)[2].dataloader_num_workers == 2
