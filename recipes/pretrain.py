@@ -128,8 +128,9 @@ def main(argv: list[str] | None = None) -> None:
         record(plan=run.as_dict(), data_fingerprint=report.fingerprint, model_parameters=flops.parameters)
 
     # 5. Train, save a plain Hugging Face model, score the held-out text.
-    signal.signal(signal.SIGTERM, trainer.stop_after_step)
+    before = signal.signal(signal.SIGTERM, trainer.stop_after_step)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    signal.signal(signal.SIGTERM, before)
     if trainer.state.global_step < run.num_steps:
         say(f"stopped   after step {trainer.state.global_step}; the same command goes on from there")
         return
