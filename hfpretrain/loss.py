@@ -47,7 +47,7 @@ class _CrossEntropySum(torch.autograd.Function):
     """Loss and gradient in one pass over the logits, a few rows at a time.
 
     `F.cross_entropy` keeps a float32 copy of the log-probabilities for its backward; here the only [tokens, V] tensor
-    besides the logits is their gradient, in their own type. `benchmarks/cross_entropy.py`: two thirds of its time on a CPU.
+    besides the logits is their gradient, in their own type: two thirds of its time (`benchmarks/cross_entropy.py`).
     """
 
     @staticmethod
