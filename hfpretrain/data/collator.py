@@ -153,8 +153,3 @@ def _segments(blocks: Sequence[Block], row_length: int) -> tuple[np.ndarray, np.
         segments.append(np.append(pieces, tail) if tail else pieces)
         padding.append(np.arange(len(segments[-1])) >= len(pieces))
     return np.concatenate(segments), np.concatenate(padding)
-
-
-def target_count(batch: Mapping[str, Any]) -> int:
-    """Number of positions of a micro-batch that carry a loss."""
-    return int((batch["labels"] != IGNORED_LABEL).sum())
