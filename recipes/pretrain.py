@@ -118,6 +118,7 @@ def main(argv: list[str] | None = None) -> None:
         isolation=collator if data_args.isolate_documents else None,
         fingerprint={"data": report.fingerprint, "packing": data_args.packing, "order_seed": order_seed},
         flops=flops,
+        z_loss_weight=args.z_loss_weight,
     )
     if args.preflight_only:
         trainer.check()

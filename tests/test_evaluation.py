@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hfpretrain.loss import IGNORE_INDEX
+from hfpretrain.loss import IGNORE_INDEX, logits_sums
 from hfpretrain.training.evaluation import evaluate_bits_per_byte, evaluation_windows, summarise
 
 START, END, VOCAB = 0, 1, 50
@@ -29,6 +29,10 @@ def _documents(real_lengths: list[int]) -> Any:
         text_bytes=np.array([3 * n for n in real_lengths]),
         raw=documents,
     )
+
+
+def _nats(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return logits_sums(logits, batch["labels"]).cross_entropy
 
 
 @pytest.mark.parametrize("length", [2, 5, 8, 100])
@@ -57,7 +61,10 @@ def test_uniform_model_gives_log2_vocabulary_bits_per_token() -> None:
     documents = _documents([4, 1, 9, 30])
     windows = evaluation_windows(documents, 8)
     metrics = evaluate_bits_per_byte(
-        lambda batch: torch.zeros(*batch["input_ids"].shape, VOCAB), windows, rows=2, device=torch.device("cpu")
+        lambda batch: _nats(torch.zeros(*batch["input_ids"].shape, VOCAB), batch),
+        windows,
+        rows=2,
+        device=torch.device("cpu"),
     )
     assert metrics["target_tokens"] == 44
     assert metrics["text_bytes"] == 132
@@ -77,7 +84,7 @@ def test_batch_size_does_not_change_the_result_and_windows_follow_the_chain_rule
     )
     for rows in (1, 3, 8):
         metrics = evaluate_bits_per_byte(
-            lambda batch: table[batch["input_ids"]],
+            lambda batch: _nats(table[batch["input_ids"]], batch),
             evaluation_windows(documents, 6),
             rows=rows,
             device=torch.device("cpu"),

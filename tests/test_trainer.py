@@ -92,17 +92,18 @@ def test_a_step_without_targets_changes_nothing_and_is_no_nan(tmp_path: Path) ->
 def test_a_non_finite_loss_stops_before_the_update_and_says_where(tmp_path: Path) -> None:
     poisoned = build_model(tiny_config("llama"), seed=1)
     trainer = _trainer(tmp_path, _steps(4), model=poisoned)
-    original, calls = poisoned.forward, []
+    calls: list[Any] = []
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
+    def poison(module: torch.nn.Module, _: Any, hidden: torch.Tensor) -> torch.Tensor | None:
+        if not module.training:  # the checks before the first step
+            return None
         calls.append(1)
-        if len(calls) == 6:  # last micro-batch of the third step
-            output.logits = output.logits * float("nan")
-            calls.append({name: value.detach().clone() for name, value in poisoned.named_parameters()})
-        return output
+        if len(calls) < 6:  # the last micro-batch of the third step
+            return None
+        calls.append({name: value.detach().clone() for name, value in poisoned.named_parameters()})
+        return hidden * float("nan")
 
-    poisoned.forward = forward
+    poisoned.model.norm.register_forward_hook(poison)
     with pytest.raises(NonFiniteLossError, match=r"step 2 on rank\(s\) \[0\].*'first_position': 16"):
         trainer.train()
     weights_before = calls[-1]

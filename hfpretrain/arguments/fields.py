@@ -186,6 +186,12 @@ class PretrainArguments(TrainingArguments):
         "Global gradient norm above which the gradient is scaled down; 1.0 as in GPT-3 and Llama. 0 turns it off.",
     )
 
+    z_loss_weight: float = _arg(
+        1e-4,
+        "Weight of (log Z)^2 beside the cross-entropy; keeps logits where half precision is fine. 1e-4 as in PaLM; 0 "
+        "turns it off and is exactly cross-entropy. Never part of evaluation.",
+    )
+
     # --- schedule ---------------------------------------------------------------------------------------------------
     lr_scheduler_type: str = _arg(
         "warmup_stable_decay",

@@ -124,6 +124,7 @@ def _ranges(book: _Book) -> None:
     book.between("learning_rate", 0, inf)
     book.between("weight_decay", 0, inf)
     book.between("max_grad_norm", 0, inf)
+    book.between("z_loss_weight", 0, inf)
     book.between("warmup_fraction", 0, 1)
     book.between("decay_fraction", 0, 1)
     book.between("decay_steps", 0, inf)

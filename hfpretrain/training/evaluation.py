@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hfpretrain.data.documents import Documents
-from hfpretrain.loss import IGNORE_INDEX, count_targets, cross_entropy_sum
+from hfpretrain.loss import IGNORE_INDEX, count_targets
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def evaluation_windows(documents: Documents, sequence_length: int) -> Evaluation
 
 @torch.no_grad()
 def evaluate_bits_per_byte(
-    forward: Callable[[dict[str, torch.Tensor]], torch.Tensor],
+    cross_entropy_sum: Callable[[dict[str, torch.Tensor]], torch.Tensor],
     windows: EvaluationWindows,
     *,
     rows: int,
@@ -92,7 +92,8 @@ def evaluate_bits_per_byte(
     """Score all windows over all ranks; every rank returns the same numbers.
 
     Args:
-        forward: `{"input_ids": [B, T]}` -> logits [B, T, V]; eval mode is the caller's business.
+        cross_entropy_sum: `{"input_ids": [B, T], "labels": [B, T]}` -> nats, the sum over all targets: of a model
+            with a fused loss `model(**batch).cross_entropy`; eval mode is the caller's business.
         rows: rows of a forward pass on one rank; changes speed and memory, not the result.
 
     Returns:
@@ -101,10 +102,8 @@ def evaluate_bits_per_byte(
     """
     nats, targets = 0.0, 0
     for batch in windows.batches(rows=rows, rank=rank, world_size=world_size):
-        labels = batch.pop("labels")
-        logits = forward({name: tensor.to(device) for name, tensor in batch.items()})
-        nats += float(cross_entropy_sum(logits, labels.to(logits.device)))
-        targets += int(count_targets(labels))
+        targets += int(count_targets(batch["labels"]))
+        nats += float(cross_entropy_sum({name: tensor.to(device) for name, tensor in batch.items()}))
     totals = torch.tensor([nats, targets], dtype=torch.float64)
     if world_size > 1:
         gathered: list[list[float]] = [[] for _ in range(world_size)]

@@ -26,10 +26,9 @@ from hfpretrain.data.isolation import measure_leak
 from hfpretrain.data.steps import StepSampler, TrainingSteps
 from hfpretrain.errors import Problem, refuse
 from hfpretrain.launch_checks import verify_engine
-from hfpretrain.loss import count_targets, cross_entropy_sum
-from hfpretrain.training.counters import LogWindow, StepSums
+from hfpretrain.loss import FusedLoss, LossOutput, count_targets
+from hfpretrain.training.counters import LocalSums, LogWindow, StepSums
 from hfpretrain.training.evaluation import EvaluationWindows, evaluate_bits_per_byte
-from hfpretrain.training.forward import LogitsForward
 from hfpretrain.training.optimizer import build_optimizer, describe_groups, parameter_groups
 from hfpretrain.training.resume import PretrainState, apply_asked, hyperparameters, read_state
 from hfpretrain.training.saving import WholeCheckpointTrainer
@@ -61,6 +60,8 @@ class PretrainTrainer(WholeCheckpointTrainer):
         isolation: the collator whose documents must not see each other; that they do not is measured on the wrapped
             model before the first step, and a leak stops the run. None: documents are not kept apart, by decision.
         flops: FLOPs of one input token, for `total_flos` and, on a device whose peak is known, MFU.
+        z_loss_weight: of (log Z)^2 beside the cross-entropy, 0 for none; see `hfpretrain.loss`. The loss is put on
+            `model` until `fused_loss.remove()`; before the first step it is compared with the model's own logits.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class PretrainTrainer(WholeCheckpointTrainer):
         tokenizer: PreTrainedTokenizerBase | None = None,
         isolation: PackedCollator | None = None,
         flops: TokenFlops | None = None,
+        z_loss_weight: float = 0.0,
         **kwargs: Any,
     ) -> None:
         if args.gradient_accumulation_steps != 1:
@@ -94,7 +96,7 @@ class PretrainTrainer(WholeCheckpointTrainer):
         self.tokenizer = tokenizer
         self.isolation = isolation
         self.flops = flops or TokenFlops()
-        self.forward_logits = LogitsForward(model)
+        self.fused_loss = FusedLoss(model, z_loss_weight=z_loss_weight)
         self.throughput = Throughput(world_size=args.world_size, peak_flops=device_peak_flops())
         self.target_tokens_seen = 0
         self._stop_asked = False  # here, perhaps in the middle of a step
@@ -147,36 +149,32 @@ class PretrainTrainer(WholeCheckpointTrainer):
     ) -> torch.Tensor:
         """Forward and backward over all micro-batches of the step; under DeepSpeed the update as well.
 
-        Each micro-batch back-propagates token_sum * world_size / step_tokens. DDP and ZeRO average gradients over
+        Each micro-batch back-propagates its token sum * world_size / step_tokens. DDP and ZeRO average gradients over
         ranks, which cancels world_size and leaves d(sum of all tokens' loss) / step_tokens, however the tokens fall on
         ranks and micro-batches.
 
         Returns: the token-mean cross-entropy of the step over all ranks, the same 0-d tensor on each.
         """
         model.train()
-        scale = self.args.world_size / num_items_in_batch.clamp(min=1)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # cross-entropy, router loss
+        sums = LocalSums(self.args.device)
         for index, micro in enumerate(inputs):
             is_last = index == len(inputs) - 1
             with self._accumulation(model, is_last):
-                cross_entropy, router = self._token_sums(model, self._prepare_inputs(micro))
-                sums += torch.stack([cross_entropy, router]).detach().to(sums)
+                output = self._loss_output(model, self._prepare_inputs(micro), num_items_in_batch)
+                sums.add(output)
                 if is_last:
-                    total = self._gather(sums, num_items_in_batch)
-                self._backward(model, (cross_entropy + router) * scale, is_last)
+                    total = self._gather(sums.row(), num_items_in_batch)
+                self._backward(model, cast(torch.Tensor, output.loss) * self.args.world_size, is_last)
         self.target_tokens_seen += total.target_tokens
         self._window.add(total)
         self._step_done = total
         return torch.tensor(total.loss, device=self.args.device)
 
-    def _token_sums(self, model: torch.nn.Module, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums over one micro-batch: cross-entropy in nats; the router's balancing loss weighted by target tokens."""
-        labels = micro.pop("labels")
+    def _loss_output(self, model: torch.nn.Module, micro: MicroBatch, step_tokens: torch.Tensor) -> LossOutput:
+        """Sums over one micro-batch, and its share of the token-mean loss of the whole step."""
         with self.compute_loss_context_manager():
-            outputs = self.forward_logits(model, micro)
-            cross_entropy = cross_entropy_sum(outputs.logits, labels)
-        router = self.forward_logits.router_loss(outputs) * count_targets(labels)
-        return cross_entropy, router.to(cross_entropy)
+            output = model(**micro, num_items_in_batch=step_tokens)
+        return cast(LossOutput, output)
 
     @contextlib.contextmanager
     def _accumulation(self, model: torch.nn.Module, is_last: bool) -> Iterator[None]:
@@ -213,7 +211,7 @@ class PretrainTrainer(WholeCheckpointTrainer):
         if self.args.world_size > 1:
             dist.all_gather(ranks, mine)
         rows = torch.stack(ranks).tolist()
-        bad = [rank for rank, row in enumerate(rows) if not math.isfinite(row[0] + row[1])]
+        bad = [rank for rank, row in enumerate(rows) if not all(map(math.isfinite, row))]
         if bad:
             step = self.state.global_step
             raise NonFiniteLossError(
@@ -221,8 +219,8 @@ class PretrainTrainer(WholeCheckpointTrainer):
                 f"position {self.steps.position(step)}. The update was not made: weights are those after step {step}. "
                 "Resume from the last checkpoint with a lower learning rate or longer warm-up, or look at these rows."
             )
-        self._stopping = any(row[2] > 0 for row in rows)
-        return StepSums(sum(row[0] for row in rows), sum(row[1] for row in rows), int(step_tokens))
+        self._stopping = any(row[-1] > 0 for row in rows)
+        return LocalSums.over_ranks(rows, int(step_tokens))
 
     # -- clipping -----------------------------------------------------------------------------------------------------
 
@@ -264,7 +262,8 @@ class PretrainTrainer(WholeCheckpointTrainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        refuse(verify_engine(self.accelerator, self.model_wrapped, self.args) + self._leaks())
+        refuse(verify_engine(self.accelerator, self.model_wrapped, self.args))
+        refuse(self._loss_problems() + self._leaks())
         if resume_from_checkpoint is not None:
             apply_asked(
                 cast(torch.optim.Optimizer, self.optimizer),
@@ -280,6 +279,11 @@ class PretrainTrainer(WholeCheckpointTrainer):
         """Wrap the model and run every check that needs it, without a training step. Raises ConfigError."""
         self._prepare_for_training(len(self.steps), self.get_train_dataloader(), None)
 
+    def _loss_problems(self) -> list[Problem]:
+        verdict = self.fused_loss.verify(self.model_wrapped)
+        self._say(f"loss {verdict}")
+        return [verdict.problem(type(self.causal_lm).__name__)] if verdict.path == "refused" else []
+
     def _leaks(self) -> list[Problem]:
         if self.isolation is None:
             return []
@@ -288,7 +292,7 @@ class PretrainTrainer(WholeCheckpointTrainer):
         model.eval()
         with torch.no_grad():
             leak = measure_leak(
-                lambda batch: self.forward_logits(model, batch).logits,
+                lambda batch: self.fused_loss.forward_logits(model, batch).logits,
                 vocab_size=self.causal_lm.config.get_text_config().vocab_size,
                 device=self.args.device,
                 collator=self.isolation,
@@ -318,7 +322,7 @@ class PretrainTrainer(WholeCheckpointTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The Trainer's log line, with `loss` weighted by tokens over the whole window and our counters beside it."""
         if "loss" in logs:
-            logs.update(self._window.metrics())
+            logs.update(self._window.metrics(self.fused_loss.z_loss_weight))
             logs.update(self.throughput.drain())
             logs["input_tokens"] = self.state.num_input_tokens_seen
             logs["target_tokens"] = self.target_tokens_seen
@@ -343,7 +347,7 @@ class PretrainTrainer(WholeCheckpointTrainer):
         was_training = model.training
         model.eval()
         metrics = evaluate_bits_per_byte(
-            lambda batch: self.forward_logits(model, batch).logits,
+            lambda batch: model(**batch).cross_entropy,
             windows,
             rows=self.args.per_device_eval_batch_size,
             device=self.args.device,

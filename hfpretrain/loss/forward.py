@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,17 +39,17 @@ class LogitsForward:
         }
         self._extra = {name: value for name, value in extra.items() if name in parameters and value is not None}
 
-    def __call__(self, model: torch.nn.Module, inputs: Mapping[str, Any]) -> Any:
+    def __call__(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
         """Model output with `.logits` [B, T, V]. Inputs that the forward does not know (position_ids) are left out."""
         known = inputs if self._accepted is None else {k: v for k, v in inputs.items() if k in self._accepted}
-        return model(**known, **self._extra)
+        return model(**(self._extra | dict(known)))
 
-    def router_loss(self, outputs: Any) -> torch.Tensor:
+    def router_loss(self, outputs: Any, like: torch.Tensor) -> torch.Tensor:
         """Coefficient times the router's balancing loss of this forward pass, a 0-d tensor; 0 where there is none."""
         auxiliary = getattr(outputs, "aux_loss", None)
         if not self._has_router_loss or not isinstance(auxiliary, torch.Tensor) or not self._router_coefficient:
-            return outputs.logits.new_zeros(())
-        return self._router_coefficient * auxiliary
+            return like.new_zeros(())
+        return (self._router_coefficient * auxiliary).to(like)
 
 
 def router_coefficient(model: PreTrainedModel) -> float | None:
