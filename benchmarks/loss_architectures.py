@@ -75,7 +75,7 @@ def whole_difference(model: PreTrainedModel, fused: FusedLoss) -> float:
     outputs = fused.forward_logits(model, {"input_ids": input_ids})
     theirs = by_hand(outputs.logits, labels) + fused.forward_logits.router_loss(outputs, like=outputs.logits)
     expected = torch.autograd.grad(theirs, parameters, allow_unused=True)
-    return max(relative([ours], [theirs]), relative(made, expected))
+    return max(relative([ours.detach()], [theirs.detach()]), relative(made, expected))
 
 
 def _train_mode(model: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,9 +90,8 @@ class FusedLoss:
             self.head.__class__ = type(own.__name__, (_LossHead, own), {"__module__": own.__module__})
             self.head.__dict__["_fused_loss"] = self
         model.__dict__["_fused_loss"] = self
-        forward = types.MethodType(_forward, model)
-        forward.__func__.__signature__ = _signature(self._original)  # type: ignore[attr-defined]
-        model.forward = forward
+        self._forward = _forward_like(self._original)
+        model.forward = types.MethodType(self._forward, model)
 
     def verify(self, wrapped: nn.Module | None = None) -> Verdict:
         """Compare with the model's own logits on a few tokens, through `wrapped` if given, and decide the path.
@@ -100,7 +99,7 @@ class FusedLoss:
         Under DDP or ZeRO every rank must call this; all see the same tokens and the global random state is not used.
         """
         self.verdict = None
-        self.verdict = verify(self, wrapped or self.model)
+        self.verdict = verify(self, self.model if wrapped is None else wrapped)
         return self.verdict
 
     def remove(self) -> None:
@@ -109,7 +108,7 @@ class FusedLoss:
         Raises:
             RuntimeError: something has wrapped the forward since (accelerate's mixed precision does); unwrap it first.
         """
-        if getattr(self.model.forward, "__func__", None) is not _forward:
+        if getattr(self.model.forward, "__func__", None) is not self._forward:
             raise RuntimeError(
                 f"the forward of this {type(self.model).__name__} was wrapped after the loss was put on it; unwrap it "
                 "first, for example with accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
@@ -216,16 +215,6 @@ class _LossHead(nn.Module):
         return super().forward(hidden) if fused.answer is None else fused.answer(super().forward, hidden)
 
 
-def _forward(self: Any, *args: Any, labels: Tensor | None = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-    """The forward of a model that carries a fused loss; without labels its own."""
-    fused: FusedLoss = self.__dict__["_fused_loss"]
-    own = fused._original
-    if labels is None or not fused._active:
-        return own(*args, **(kwargs if labels is None else kwargs | {"labels": labels}))
-    named = inspect.signature(own).bind_partial(*args).arguments
-    return fused.output(labels, num_items_in_batch, named | kwargs)
-
-
 def _plain_head(model: PreTrainedModel) -> Any:
     """The model's head if it is a module with one matrix and perhaps a bias, else None."""
     head = model.get_output_embeddings()
@@ -236,10 +225,34 @@ def _plain_head(model: PreTrainedModel) -> Any:
     return head if matrix and not list(head.children()) else None
 
 
-def _signature(original: Callable[..., Any]) -> inspect.Signature:
-    """The model's own signature, and what a Trainer looks for: `num_items_in_batch` through **kwargs."""
-    parameters = inspect.signature(original).parameters
-    named = [p for p in parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    if "labels" not in parameters:
-        named.append(inspect.Parameter("labels", inspect.Parameter.KEYWORD_ONLY, default=None))
-    return inspect.Signature([*named, inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)])
+def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a model that carries a fused loss; without labels its own.
+
+    It refers to its model by `self` only, so that a copy of the model runs on the copy. Its signature has what a
+    Trainer looks for: the columns of the data, and **kwargs for num_items_in_batch.
+    """
+
+    @torch.compiler.disable(recursive=False)
+    def forward(
+        self: Any, *args: Any, labels: Tensor | None = None, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        fused: FusedLoss = self.__dict__["_fused_loss"]
+        own = fused._original
+        if labels is None or not fused._active:
+            return own(*args, **(kwargs if labels is None else kwargs | {"labels": labels}))
+        named = inspect.signature(own).bind_partial(*args).arguments
+        return fused.output(labels, num_items_in_batch, named | kwargs)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [p for p in inspect.signature(original).parameters.values() if p.name != "kwargs"]
+    known = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    names = [name for name in ("labels",) if name not in known]
+    forward.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),
+            *[p.replace(kind=keyword) for p in parameters if p.name in known],
+            *[inspect.Parameter(name, keyword, default=None) for name in names],
+            inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+        ]
+    )
+    return cast(Callable[..., Any], forward)

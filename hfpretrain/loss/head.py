@@ -109,10 +109,13 @@ class _HeadSums(torch.autograd.Function):
         grad_hidden, grad_weight, grad_bias = ctx.gradients
         head = _Head(weight_VD, bias_V, call)
         blocks = []
+        chunks = call.chunks(len(targets_N), head.vocabulary)
+        longest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+        buffer = hidden_ND.new_empty(longest, head.vocabulary, dtype=call.exact)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for chunk in call.chunks(len(targets_N), head.vocabulary):
+            for chunk in chunks:
                 hidden, targets = hidden_ND[chunk].to(call.operand), targets_N[chunk]
-                scores = head.scores(hidden)
+                scores = head.scores(hidden, out=buffer[: len(hidden)])
                 blocks += _in_place(scores, targets, call, with_gradient=any(wanted))
                 if grad_bias is not None:
                     grad_bias[: head.vocabulary] += scores.sum(dim=0)
@@ -169,11 +172,10 @@ class _Head:
         for first in range(0, self.vocabulary, self.rows):
             yield slice(first, min(first + self.rows, self.vocabulary))
 
-    def scores(self, hidden_ND: Tensor) -> Tensor:
-        scores = hidden_ND.new_empty(len(hidden_ND), self.vocabulary, dtype=self.call.exact)
+    def scores(self, hidden_ND: Tensor, *, out: Tensor) -> Tensor:
         for part in self.parts():
-            self._product(hidden_ND, self.weight[part].to(self.call.operand).T, out=scores[:, part])
-        return scores if self.bias is None else scores.add_(self.bias)
+            self._product(hidden_ND, self.weight[part].to(self.call.operand).T, out=out[:, part])
+        return out if self.bias is None else out.add_(self.bias)
 
     def gradient_of_hidden(self, gradient_NV: Tensor, *, out: Tensor) -> None:
         for part in self.parts():

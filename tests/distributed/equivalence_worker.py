@@ -25,6 +25,7 @@ SCHEDULE = {
     "schedule": "warmup_stable_decay", "num_steps": NUM_STEPS, "warmup_steps": 2, "decay_steps": 2, "min_lr_ratio": 0.1,
 }  # fmt: skip
 LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-2, 0.1, 1.3
+Z_LOSS_WEIGHT = 1e-2  # a hundred times the usual one, so that a wrong z-loss shows
 # Larger than the default: a key bias has no gradient but rounding noise, which Adam would turn into full-size updates.
 EPSILON = 1e-6
 
@@ -61,14 +62,16 @@ def train(model_type: str, per_device_rows: int, output: Path) -> None:
         num_steps=NUM_STEPS,
     )
     model = build_model(tiny_config(model_type), seed=SEED)
-    trainer = PretrainTrainer(model, args, train_dataset=steps, lr_factor=partial(lr_factor, **SCHEDULE))
+    factor = partial(lr_factor, **SCHEDULE)
+    trainer = PretrainTrainer(model, args, train_dataset=steps, lr_factor=factor, z_loss_weight=Z_LOSS_WEIGHT)
     trainer.train()
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if args.process_index == 0:
         lines = [line for line in trainer.state.log_history if "loss" in line]
         engine = trainer.model_wrapped
         record = {
-            "loss": [line["loss"] for line in lines],
+            **{name: [line[name] for line in lines] for name in ("loss", "z_loss", "log_z_mean", "logit_max")},
+            "path": trainer.fused_loss.verdict.path,
             "grad_norm": [line["grad_norm"] for line in lines],
             "clip_fraction": [line["clip_fraction"] for line in lines],
             "learning_rate": [line["learning_rate"] for line in lines],

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from equivalence_worker import EPSILON, LEARNING_RATE, MAX_GRAD_NORM, NUM_STEPS, ROWS, SCHEDULE, SEED, WEIGHT_DECAY
+from equivalence_worker import (
+    EPSILON,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    NUM_STEPS,
+    ROWS,
+    SCHEDULE,
+    SEED,
+    WEIGHT_DECAY,
+    Z_LOSS_WEIGHT,
+)
 from hfpretrain.data.order import BlockOrder
 from hfpretrain.model import build_model
 from hfpretrain.training.schedule import lr_factor
@@ -25,12 +35,16 @@ WORKER = Path(__file__).with_name("equivalence_worker.py")
 
 
 def reference(model_type: str, *, mean_of_means: bool = False) -> dict:
-    """The training in float64, document by document, with AdamW written out (seed document, section 2.3.8)."""
+    """The training in float64, document by document, with AdamW written out (seed document, section 2.3.8).
+
+    Cross-entropy plus z-loss, both from the logits of one document at a time.
+    """
     model = build_model(tiny_config(model_type), seed=SEED).double().train()
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     first = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     second = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     order, blocks, losses, norms = BlockOrder(NUM_BLOCKS, SEED), RaggedBlocks(), [], []
+    logged: dict[str, list[float]] = {"z_loss": [], "log_z_mean": [], "logit_max": []}
     for step in range(NUM_STEPS):
         model.zero_grad()
         rows = [blocks[order.block_at(step * ROWS + row)] for row in range(ROWS)]
@@ -39,19 +53,26 @@ def reference(model_type: str, *, mean_of_means: bool = False) -> dict:
             for row in rows
         ]
         total = sum(len(piece) - 1 for row in pieces for piece in row)
-        summed = 0.0
+        summed, squares, log_zs, largest = 0.0, 0.0, 0.0, 0.0
         for row in pieces:
             row_tokens = sum(len(piece) - 1 for piece in row)
             for piece in row:
                 if len(piece) < 2:
                     continue
                 ids = torch.from_numpy(piece)[None]
-                logp = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
-                nats = -logp[torch.arange(len(piece) - 1), ids[0, 1:]].sum()
-                (nats / (row_tokens * ROWS) if mean_of_means else nats / total).backward()
+                logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+                log_z = logits.logsumexp(-1)
+                nats = (log_z - logits[torch.arange(len(piece) - 1), ids[0, 1:]]).sum()
+                objective = nats + Z_LOSS_WEIGHT * log_z.square().sum()
+                (objective / (row_tokens * ROWS if mean_of_means else total)).backward()
+                squares, log_zs = squares + log_z.square().sum().item(), log_zs + log_z.sum().item()
+                largest = max(largest, logits.abs().max().item())
                 summed += nats.item() / (row_tokens * ROWS) * total if mean_of_means else nats.item()
         norm = math.sqrt(sum(p.grad.pow(2).sum().item() for p in model.parameters()))
         losses.append(summed / total)
+        logged["z_loss"].append(Z_LOSS_WEIGHT * squares / total)
+        logged["log_z_mean"].append(log_zs / total)
+        logged["logit_max"].append(largest)
         norms.append(norm)
         rate = LEARNING_RATE * lr_factor(step, **SCHEDULE)
         for name, p in model.named_parameters():
@@ -62,7 +83,7 @@ def reference(model_type: str, *, mean_of_means: bool = False) -> dict:
             decayed = p.ndim == 2 and not any(word in name for word in ("embed_tokens", "wte", "wpe"))
             with torch.no_grad():
                 p -= rate * (m_hat / (v_hat.sqrt() + EPSILON) + (WEIGHT_DECAY if decayed else 0.0) * p)
-    return {"loss": losses, "grad_norm": norms, "initial": initial, "final": dict(model.named_parameters())}
+    return logged | {"loss": losses, "grad_norm": norms, "initial": initial, "final": dict(model.named_parameters())}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +105,10 @@ def test_same_training_everywhere(topology: str, references: dict, tmp_path: Pat
         got = json.loads((tmp_path / f"{model_type}-{rows}.json").read_text())
         assert got["world_size"] == (1 if topology == "single" else 2)
         assert got["stage"] == (int(topology[-1]) if topology.startswith("zero") else None)
+        assert got["path"] == "fused"
         np.testing.assert_allclose(got["loss"], expected["loss"], atol=1e-5, err_msg=case)
+        for name in ("z_loss", "log_z_mean", "logit_max"):
+            np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=f"{case} {name}")
         np.testing.assert_allclose(got["grad_norm"], expected["grad_norm"], rtol=1e-4, err_msg=case)
         np.testing.assert_allclose(
             got["clip_fraction"], [float(norm > MAX_GRAD_NORM) for norm in expected["grad_norm"]]
