@@ -186,6 +186,7 @@ def test_a_flag_without_a_value() -> None:
         ("--block_size 512", "sequence_length"),
         ("--warmup_ratio 0.1", "warmup_fraction"),
         ("--learning_rate=-1", "at least 0"),
+        ("--z_loss_weight=-1e-4", "at least 0"),
     ],
 )
 def test_contradictions(words: str, expected: str) -> None:

@@ -104,11 +104,18 @@ def _postprocessed(model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -
 
 
 def test_a_padded_vocabulary_is_cut_where_the_model_cuts_it() -> None:
-    model = _postprocessed(_model(vocab_size=256), lambda logits: logits[..., :251])
-    fused = FusedLoss(model, z_loss_weight=1e-2)
-    assert fused.verify().transform.vocabulary == 251
-    masked = _postprocessed(_model(), lambda logits: torch.cat([logits[..., :250], logits[..., 250:] - 1e38], dim=-1))
-    assert FusedLoss(masked).verify().transform.vocabulary == 250
+    masked = torch.tensor([0.0] * 100 + [torch.finfo(torch.float32).min] * 156)
+    for change in (lambda logits: logits[..., :100], lambda logits: logits + masked):
+        model = _postprocessed(_model(), change)
+        fused = FusedLoss(model, z_loss_weight=1e-2)
+        assert fused.verify().transform.vocabulary == 100
+        batch = {name: tensor.clamp(max=99) for name, tensor in _batch().items()}
+        loss = model(**batch).loss
+        expected = by_hand(model(input_ids=batch["input_ids"]).logits, batch["labels"])
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        ours = torch.autograd.grad(loss, list(model.parameters()))
+        assert relative(ours, torch.autograd.grad(expected, list(model.parameters()))) < 2e-6
+        assert not ours[-1][100:].any()
 
 
 def test_what_is_no_scale_nor_cap_takes_the_logits_path() -> None:

@@ -36,7 +36,7 @@ def test_every_block_runs_with_a_stock_trainer(tmp_path: Path, monkeypatch: pyte
         "torch": torch,
     }
     before = {name: value.clone() for name, value in namespace["model"].named_parameters()}
-    assert len(BLOCKS) == 7
+    assert len(BLOCKS) == 8
     for block in BLOCKS:
         assert len([line for line in block.splitlines() if line]) <= 9
         exec(compile(block, str(README), "exec"), namespace)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, TrainingArguments
@@ -14,7 +15,8 @@ from transformers import AutoConfig, TrainingArguments
 from hfpretrain.data.collator import PackedCollator
 from hfpretrain.data.order import BlockOrder
 from hfpretrain.data.steps import TrainingSteps
-from hfpretrain.loss import IGNORE_INDEX, count_targets
+from hfpretrain.errors import ConfigError
+from hfpretrain.loss import IGNORE_INDEX, count_targets, fuse
 from hfpretrain.model import build_model
 from hfpretrain.training.checkpoints import list_checkpoints
 from hfpretrain.training.trainer import NonFiniteLossError, PretrainTrainer
@@ -38,7 +40,7 @@ def _steps(num_steps: int, collator: Callable[[Any], dict] | None = None, rows_a
 
 
 def _trainer(folder: Path, steps: TrainingSteps, *, model: Any = None, **arguments: Any) -> PretrainTrainer:
-    fingerprint = arguments.pop("fingerprint", None)
+    ours = {name: arguments.pop(name) for name in ("fingerprint", "z_loss_weight") if name in arguments}
     defaults: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": len(steps),
@@ -52,7 +54,7 @@ def _trainer(folder: Path, steps: TrainingSteps, *, model: Any = None, **argumen
     }
     args = TrainingArguments(**(defaults | arguments))
     model = model if model is not None else build_model(tiny_config("llama"), seed=1)
-    return PretrainTrainer(model, args, train_dataset=steps, lr_factor=lambda step: 1.0, fingerprint=fingerprint)
+    return PretrainTrainer(model, args, train_dataset=steps, lr_factor=lambda step: 1.0, **ours)
 
 
 def _lines(trainer: PretrainTrainer) -> list[dict[str, Any]]:
@@ -72,6 +74,28 @@ def test_logged_loss_is_weighted_by_tokens_over_the_window(tmp_path: Path) -> No
     assert [line["target_tokens"] for line in _lines(every)] == [sum(tokens[: step + 1]) for step in range(6)]
     assert _lines(every)[-1]["input_tokens"] == 6 * ROWS * SEQUENCE_LENGTH
     assert _lines(every)[-1]["epoch"] == pytest.approx(6 * ROWS / len(RaggedBlocks()))
+
+
+def test_both_paths_of_the_loss_train_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the head and from the logits, z-loss on: the same curve but for float32's rounding."""
+    curves = []
+    for path in ("fused", "logits"):
+        if path == "logits":
+            monkeypatch.setattr(fuse, "verify", lambda *_: fuse.Verdict("logits", "asked for by this test"))
+        trainer = _trainer(tmp_path / path, _steps(6), z_loss_weight=1e-2)
+        trainer.train()
+        assert trainer.fused_loss.verdict.path == path
+        names = ("loss", "z_loss", "log_z_mean", "logit_max", "grad_norm")
+        curves.append([[line[name] for name in names] for line in _lines(trainer)])
+    assert len(curves[0]) == 6
+    np.testing.assert_allclose(curves[0], curves[1], rtol=1e-5)
+
+
+def test_a_model_that_sees_what_follows_is_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("bert", vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    trainer = _trainer(tmp_path, _steps(1), model=build_model(config, seed=1))
+    with pytest.raises(ConfigError, match=r"BertLMHeadModel[\s\S]*tokens that follow"):
+        trainer.train()
 
 
 def _without_targets(blocks: Any) -> dict[str, Any]:

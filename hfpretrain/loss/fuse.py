@@ -22,7 +22,6 @@ from transformers.utils import ModelOutput
 
 from hfpretrain.errors import refuse
 from hfpretrain.loss.forward import LogitsForward
-from hfpretrain.loss.head import head_sums
 from hfpretrain.loss.sums import LogitTransform, LossSums, logits_sums, shift_labels
 from hfpretrain.loss.verify import Verdict, verify
 
@@ -93,13 +92,15 @@ class FusedLoss:
         self._forward = _forward_like(self._original)
         model.forward = types.MethodType(self._forward, model)
 
-    def verify(self, wrapped: nn.Module | None = None) -> Verdict:
+    def verify(self, wrapped: nn.Module | None = None, *, device: torch.device | None = None) -> Verdict:
         """Compare with the model's own logits on a few tokens, through `wrapped` if given, and decide the path.
 
         Under DDP or ZeRO every rank must call this; all see the same tokens and the global random state is not used.
+        `device` is where inputs belong, if that is not where the parameters are (offload).
         """
         self.verdict = None
-        self.verdict = verify(self, self.model if wrapped is None else wrapped)
+        forward = self.model if wrapped is None else wrapped
+        self.verdict = verify(self, forward, self.model.device if device is None else device)
         return self.verdict
 
     def remove(self) -> None:
@@ -140,9 +141,9 @@ class FusedLoss:
             self._active = True
 
     @contextmanager
-    def on_trial(self, transform: LogitTransform) -> Iterator[None]:
+    def on_trial(self, transform: LogitTransform, kernel: Callable[..., LossSums]) -> Iterator[None]:
         """While this lasts, the loss is computed at the head, verified or not."""
-        before, self.verdict = self.verdict, Verdict("fused", "on trial", transform=transform)
+        before, self.verdict = self.verdict, Verdict("fused", "on trial", transform=transform, kernel=kernel)
         try:
             yield
         finally:
@@ -166,23 +167,23 @@ class FusedLoss:
         weight = self.head.weight
         return int(getattr(weight, "ds_shape", weight.shape)[0])
 
-    def sums(self, labels: Tensor, inputs: Mapping[str, Any], transform: LogitTransform | None) -> tuple[LossSums, Any]:
-        """Loss sums and the model's other outputs, at the head; from the logits where `transform` is None."""
-        if transform is None:
+    def sums(self, labels: Tensor, inputs: Mapping[str, Any]) -> tuple[LossSums, Any]:
+        """Loss sums and the model's other outputs, at the head or from the logits as the verdict says."""
+        if self.verdict is None:
+            raise RuntimeError("the loss of this model was not verified yet: call FusedLoss.verify() first")
+        if self.verdict.path != "fused":
             outputs = self.forward_logits(self._original, inputs)
             return logits_sums(outputs.logits, labels, z_loss_weight=self._weight), outputs
         (hidden,), outputs = self.hidden_states(self._original, inputs)
         targets = shift_labels(labels).to(hidden.device).flatten()
-        return LossSums(*self.head(hidden.flatten(0, -2), targets, transform)), outputs
+        return LossSums(*self.head(hidden.flatten(0, -2), targets)), outputs
 
     @property
     def _weight(self) -> float:
         return self.z_loss_weight if self.model.training else 0.0
 
     def output(self, labels: Tensor, num_items_in_batch: Tensor | int | None, inputs: Mapping[str, Any]) -> LossOutput:
-        if self.verdict is None:
-            raise RuntimeError("the loss of this model was not verified yet: call FusedLoss.verify() first")
-        sums, outputs = self.sums(labels, inputs, self.verdict.transform)
+        sums, outputs = self.sums(labels, inputs)
         router = self.forward_logits.router_loss(outputs, like=sums.total) * sums.target_tokens
         items = sums.target_tokens if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
         loss = (sums.total + router) / items.to(sums.total.device).clamp(min=1)
@@ -197,18 +198,17 @@ class _LossHead(nn.Module):
     weight: Tensor
 
     @torch.compiler.disable
-    def forward(
-        self, hidden: Tensor, targets: Tensor | None = None, transform: LogitTransform | None = None
-    ) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
         fused = self._fused_loss
         if targets is not None:
-            sums = head_sums(
+            how = cast(Verdict, fused.verdict)
+            sums = how.kernel(
                 hidden,
                 self.weight,
                 targets,
                 bias_V=self._parameters.get("bias"),
                 z_loss_weight=fused._weight,
-                transform=transform,
+                transform=how.transform,
             )
             # a tuple: DeepSpeed's hooks find the tensor whose backward they precede
             return sums.total, sums.cross_entropy, sums.z_square, sums.log_z, sums.logit_max, sums.target_tokens

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from hfpretrain.errors import Problem
 from hfpretrain.loss.head import head_sums
-from hfpretrain.loss.sums import IGNORE_INDEX, LogitTransform, count_targets, logits_sums, shift_labels
+from hfpretrain.loss.liger import liger_can, liger_sums
+from hfpretrain.loss.sums import IGNORE_INDEX, LogitTransform, LossSums, count_targets, logits_sums, shift_labels
 
 if TYPE_CHECKING:
     from hfpretrain.loss.fuse import FusedLoss
@@ -42,6 +43,7 @@ class Verdict:
         difference: largest relative difference that was measured on this path: of the loss and, fused, of the
             gradients of hidden states and head; NaN where nothing could be compared.
         transform: what the model does to the head's scores; None unless fused.
+        kernel: what computes it there, `head_sums` or on CUDA `liger_sums`.
         own_loss: what the model itself makes of the same labels, nats per token, without router loss; None if it
             makes nothing of them. It may differ, where a model is trained on more than the next token.
         our_loss: token-mean cross-entropy from its logits.
@@ -51,6 +53,7 @@ class Verdict:
     reason: str
     difference: float = float("nan")
     transform: LogitTransform | None = None
+    kernel: Callable[..., LossSums] = head_sums
     own_loss: float | None = None
     our_loss: float | None = None
 
@@ -72,10 +75,10 @@ class Verdict:
 
 
 @torch.no_grad()
-def verify(fused: FusedLoss, forward: nn.Module) -> Verdict:
+def verify(fused: FusedLoss, forward: nn.Module, device: torch.device) -> Verdict:
     """Look at the model's own logits, then try the loss at the head against them; see `FusedLoss.verify`."""
     with _evaluating(forward):
-        batch = _Batch.on(fused)
+        batch = _Batch.on(device, fused.model.config.get_text_config().vocab_size)
         try:
             logits = fused.forward_logits(forward, batch.inputs).logits
             changed = fused.forward_logits(forward, batch.with_later_tokens_changed).logits
@@ -83,12 +86,13 @@ def verify(fused: FusedLoss, forward: nn.Module) -> Verdict:
             return Verdict("refused", f"its forward pass fails on {_ROWS} x {_TOKENS} tokens: {_first_line(error)}")
         if wrong := _not_causal(logits, changed):
             return Verdict("refused", wrong)
+        batch.labels.clamp_(max=_visible(logits) - 1)  # a padded vocabulary may have no such token
         ours = logits_sums(logits, batch.labels).cross_entropy / count_targets(batch.labels)
         losses: dict[str, Any] = {"own_loss": _own_loss(fused, forward, batch), "our_loss": float(ours)}
         try:
             transform = _measure_transform(fused, forward, batch)
-            difference = _gradient_difference(fused, batch, transform)
-            with fused.on_trial(transform):
+            kernel, difference, by = _try_kernels(fused, batch, transform)
+            with fused.on_trial(transform, kernel):
                 whole = forward(**batch.inputs, labels=batch.labels)
             rounding = abs(float(whole.cross_entropy / whole.target_tokens / ours) - 1.0)
         except _NotFusableError as why:
@@ -98,8 +102,8 @@ def verify(fused: FusedLoss, forward: nn.Module) -> Verdict:
     if not rounding <= (limit := _limit(logits)):
         reason = f"the loss at the head differs from the one from its logits by {rounding:.1e} (limit {limit:.0e})"
         return Verdict("logits", reason, difference=rounding, **losses)
-    reason = f"the head's scores are its logits {transform}; loss and gradients agree to {difference:.1e}"
-    return Verdict("fused", reason, difference=difference, transform=transform, **losses)
+    reason = f"{by}the head's scores are its logits {transform}; loss and gradients agree to {difference:.1e}"
+    return Verdict("fused", reason, difference=difference, transform=transform, kernel=kernel, **losses)
 
 
 class _NotFusableError(Exception):
@@ -113,15 +117,13 @@ class _Batch:
     labels: Tensor
 
     @classmethod
-    def on(cls, fused: FusedLoss) -> _Batch:
+    def on(cls, device: torch.device, vocabulary: int) -> _Batch:
         generator = torch.Generator().manual_seed(_SEED)
-        vocabulary = fused.model.config.get_text_config().vocab_size
         tokens = torch.randint(0, vocabulary, (_ROWS, _TOKENS), generator=generator)
         changed = tokens.clone()
         changed[:, _SEEN:] = (changed[:, _SEEN:] + vocabulary // 2) % vocabulary
         labels = tokens.clone()
         labels[0, :3] = labels[1, 9] = IGNORE_INDEX
-        device = fused.model.device
         return cls({"input_ids": tokens.to(device)}, {"input_ids": changed.to(device)}, labels.to(device))
 
 
@@ -162,7 +164,7 @@ def _measure_transform(fused: FusedLoss, forward: nn.Module, batch: _Batch) -> L
     """Find scale, softcap and vocabulary from what the model makes of known scores."""
     if fused.head is None:
         raise _NotFusableError("its head is no module with one matrix and at most a bias")
-    scores = _known_scores(fused.vocabulary).to(fused.model.device)
+    scores = _known_scores(fused.vocabulary).to(batch.labels.device)
     calls: list[tuple[int, ...]] = []
 
     def answer(_: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
@@ -201,7 +203,22 @@ def _known_scores(vocabulary: int) -> Tensor:
     return (sizes * signs)[torch.randperm(total, generator=generator)].view(_ROWS, _TOKENS, vocabulary)
 
 
-def _gradient_difference(fused: FusedLoss, batch: _Batch, transform: LogitTransform) -> float:
+def _try_kernels(
+    fused: FusedLoss, batch: _Batch, transform: LogitTransform
+) -> tuple[Callable[..., LossSums], float, str]:
+    """The first kernel that agrees with the model, how well, and what to say about it."""
+    remark = ""
+    if liger_can(batch.labels.device, fused.head.weight.dtype, transform):
+        try:
+            return liger_sums, _gradient_difference(fused, batch, transform, liger_sums), "with liger-kernel; "
+        except Exception as error:
+            remark = f"not with liger-kernel ({_first_line(error)}); "
+    return head_sums, _gradient_difference(fused, batch, transform, head_sums), remark
+
+
+def _gradient_difference(
+    fused: FusedLoss, batch: _Batch, transform: LogitTransform, kernel: Callable[..., LossSums]
+) -> float:
     """Largest relative difference of loss, gradient of what goes into the head, of its weight and bias, in float32.
 
     Expected is what autograd makes of the model's own code from the head on, with the z-loss written out. Not through
@@ -230,7 +247,7 @@ def _gradient_difference(fused: FusedLoss, batch: _Batch, transform: LogitTransf
     if any(gradient is not None for gradient in expected[len(leaves) :]):
         raise _NotFusableError("parameters stand between its head and its logits")
     with torch.enable_grad():
-        ours = head_sums(
+        ours = kernel(
             leaves["hidden"].flatten(0, -2),
             leaves["weight"],
             targets,

@@ -280,7 +280,7 @@ class PretrainTrainer(WholeCheckpointTrainer):
         self._prepare_for_training(len(self.steps), self.get_train_dataloader(), None)
 
     def _loss_problems(self) -> list[Problem]:
-        verdict = self.fused_loss.verify(self.model_wrapped)
+        verdict = self.fused_loss.verify(self.model_wrapped, device=self.args.device)
         self._say(f"loss {verdict}")
         return [verdict.problem(type(self.causal_lm).__name__)] if verdict.path == "refused" else []
 
