@@ -243,16 +243,11 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
         named = inspect.signature(own).bind_partial(*args).arguments
         return fused.output(labels, num_items_in_batch, named | kwargs)
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [p for p in inspect.signature(original).parameters.values() if p.name != "kwargs"]
-    known = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    names = [name for name in ("labels",) if name not in known]
-    forward.__signature__ = inspect.Signature(
-        [
-            inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),
-            *[p.replace(kind=keyword) for p in parameters if p.name in known],
-            *[inspect.Parameter(name, keyword, default=None) for name in names],
-            inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
-        ]
-    )
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = dict(inspect.signature(original).parameters)
+    named = [p for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if "labels" not in parameters:
+        named.append(inspect.Parameter("labels", inspect.Parameter.KEYWORD_ONLY, default=None))
+    rest = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
+    forward.__signature__ = inspect.Signature([own, *named, rest])
     return cast(Callable[..., Any], forward)
