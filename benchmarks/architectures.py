@@ -107,7 +107,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "dots3_note_text": {"head_dim": 32},  # the parts with and without rotation together
     "mamba2": {"num_heads": 8},  # times a head size of 16 is twice the hidden size
-    "reformer": {"axial_pos_embds": False},  # training would need rows of exactly the product of axial_pos_shape
+    "reformer": {
+        "axial_pos_embds": False,  # training would need rows of exactly the product of axial_pos_shape
+        "hash_seed": 0,  # it draws its own seeds otherwise, and two passes differ
+        "hidden_dropout_prob": 0.0,
+        "local_attention_probs_dropout_prob": 0.0,
+        "lsh_attention_probs_dropout_prob": 0.0,
+    },
     "zamba": {  # attends to twice the hidden size; weights are tied from the second hybrid layer on
         "attention_hidden_size": 128,
         "attention_head_dim": 32,
