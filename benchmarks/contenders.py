@@ -215,6 +215,7 @@ def ours(job: Job, clock: Clock) -> tuple[Any, Audit]:
     from hfpretrain.arguments import PretrainArguments
     from hfpretrain.data.collator import PackedBlocks, PackedCollator
     from hfpretrain.data.documents import load_documents
+    from hfpretrain.data.isolation import Way
     from hfpretrain.data.order import BlockOrder
     from hfpretrain.data.packing import pack_concat
     from hfpretrain.data.steps import TrainingSteps
@@ -240,7 +241,7 @@ def ours(job: Job, clock: Clock) -> tuple[Any, Audit]:
     )
     name = "linear" if job.same_schedule else "warmup_stable_decay"
     schedule = _our_schedule(name, num_steps, job.warmup_steps)
-    trainer = PretrainTrainer(model, args, train_dataset=steps, lr_factor=schedule, isolation=PackedCollator())
+    trainer = PretrainTrainer(model, args, train_dataset=steps, lr_factor=schedule, isolation=[Way("position_ids")])
     trainer.add_callback(clock_callback(job, clock, lambda: trainer.target_tokens_seen))
     trainer.train()
     kept = is_text(documents.tokens.read(0, index.num_tokens), tokenizer)  # pack_concat leaves out the end only

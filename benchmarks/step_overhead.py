@@ -34,6 +34,7 @@ from transformers import TrainerCallback
 
 from hfpretrain.arguments import PretrainArguments
 from hfpretrain.data.collator import PackedBlocks, PackedCollator
+from hfpretrain.data.isolation import Way
 from hfpretrain.data.order import BlockOrder
 from hfpretrain.data.packing import pack_concat
 from hfpretrain.data.steps import TrainingSteps
@@ -71,7 +72,7 @@ def main() -> None:
             args,
             train_dataset=steps,
             lr_factor=schedule,
-            isolation=PackedCollator(),
+            isolation=[Way("position_ids")],
             callbacks=[turns],
         )
         trainer.train()

@@ -15,6 +15,8 @@ from typing import Any
 
 from hfpretrain.arguments import DataArguments, ModelArguments, PretrainArguments
 from hfpretrain.arguments.rules import check_length, check_values
+from hfpretrain.attention import varlen_attentions
+from hfpretrain.data.isolation import Way, ways
 from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.launch_checks import check_deepspeed, check_launch, deepspeed_config
 from hfpretrain.training.schedule import check_schedule, lr_factor, resolve_steps
@@ -213,6 +215,21 @@ def check_model(config: Any, tokenizer: Any, data_args: DataArguments, args: Pre
         remedy = f"vocab_size of at least {len(tokenizer)} in config_overrides, or the model's own tokenizer"
         problems.append(Problem(what, given, _source(args, "tokenizer_name"), remedy))
     return problems
+
+
+def isolation_ways(config: Any, model_args: ModelArguments, data_args: DataArguments) -> list[Way]:
+    """The ways to keep documents apart that these arguments leave open; none if they shall see each other."""
+    if data_args.packing == "single":
+        return [Way("single")]
+    if not data_args.isolate_documents:
+        return []
+    attention = model_args.attn_implementation
+    return ways(
+        config,
+        attentions=varlen_attentions() if attention == "auto" else (),
+        attn_implementation=attention,
+        sequence_length=data_args.sequence_length,
+    )
 
 
 def model_notes(config: Any) -> list[str]:

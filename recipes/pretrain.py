@@ -23,10 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hfpretrain.arguments import parse
+from hfpretrain.attention import register_torch_varlen
 from hfpretrain.data.collator import PackedBlocks, PackedCollator
 from hfpretrain.data.documents import load_documents
 from hfpretrain.data.order import BlockOrder
-from hfpretrain.data.packing import pack_best_fit, pack_concat
+from hfpretrain.data.packing import pack_best_fit, pack_concat, pack_single
 from hfpretrain.data.sources import SourceError
 from hfpretrain.data.spans import iter_texts
 from hfpretrain.data.steps import TrainingSteps
@@ -34,7 +35,7 @@ from hfpretrain.data.tokenizer import load_tokenizer
 from hfpretrain.errors import ConfigError, refuse
 from hfpretrain.launch_checks import check_agreement
 from hfpretrain.model import build_model, load_config, load_model
-from hfpretrain.preflight import check_data, check_model, check_start, model_notes, schedule
+from hfpretrain.preflight import check_data, check_model, check_start, isolation_ways, model_notes, schedule
 from hfpretrain.run_record import write_run_json
 from hfpretrain.training.checkpoints import resume_point
 from hfpretrain.training.evaluation import evaluation_windows
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
         cache_dir=cache_dir,
         num_proc=data_args.preprocessing_num_workers,
     )
-    pack = pack_best_fit if data_args.packing == "best_fit" else pack_concat
+    pack = {"concat": pack_concat, "best_fit": pack_best_fit, "single": pack_single}[data_args.packing]
     index = pack(train.lengths, data_args.sequence_length)
     say(f"data      {report}")
     say(f"packing   {data_args.packing}: {index.num_blocks:,} rows, {index.utilisation:.2%} of their positions used")
@@ -84,7 +85,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     same = check_agreement(checkpoint=checkpoint, length=run, data=report.fingerprint, config=config)
     refuse(problems + check_model(config, tokenizer, data_args, args) + same)
-    weights, attention = model_args.model_name_or_path, model_args.attn_implementation
+    register_torch_varlen()
+    weights = model_args.model_name_or_path
+    attention = None if model_args.attn_implementation == "auto" else model_args.attn_implementation
     if weights:
         model = load_model(weights, config=config, attn_implementation=attention)
     else:
@@ -95,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
         say(f"note      {note}")
 
     # 4. One item of the data is one optimizer step; its number is all a resume needs.
-    collator = PackedCollator(isolate_documents=data_args.isolate_documents)
+    isolation = isolation_ways(config, model_args, data_args)
     order_seed = args.seed if args.data_seed is None else args.data_seed
     steps = TrainingSteps(
         PackedBlocks(train, index),
@@ -105,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
         per_device_train_batch_size=args.per_device_train_batch_size,
         rank=args.process_index,
         world_size=args.world_size,
-        collator=collator,
+        collator=isolation[-1].collator() if isolation else PackedCollator(None),
         num_steps=run.num_steps,
     )
     trainer = PretrainTrainer(
@@ -115,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
         eval_dataset=evaluation_windows(held_out, run.sequence_length) if len(held_out) else None,
         lr_factor=schedule(args, run),
         tokenizer=tokenizer,
-        isolation=collator if data_args.isolate_documents else None,
+        isolation=isolation,
         fingerprint={"data": report.fingerprint, "packing": data_args.packing, "order_seed": order_seed},
         flops=flops,
         z_loss_weight=args.z_loss_weight,

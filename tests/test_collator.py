@@ -30,13 +30,13 @@ def test_targets_and_positions_by_hand() -> None:
 
 
 def test_without_isolation_only_the_positions_go() -> None:
-    with_isolation, without = PackedCollator()(ROWS), PackedCollator(isolate_documents=False)(ROWS)
+    with_isolation, without = PackedCollator()(ROWS), PackedCollator(None)(ROWS)
     assert set(without) == {"input_ids", "labels"}
     assert torch.equal(with_isolation["labels"], without["labels"])
 
 
 def test_varlen_is_the_same_rows_behind_one_another() -> None:
-    rows, flat = PackedCollator()(ROWS), PackedCollator(varlen=True)(ROWS)
+    rows, flat = PackedCollator()(ROWS), PackedCollator("varlen")(ROWS)
     for name in ("input_ids", "labels", "position_ids"):
         assert torch.equal(flat[name], rows[name].reshape(1, -1))
     assert flat["cu_seq_lens_q"].tolist() == [0, 4, 6, 7, 9, 12]
@@ -71,8 +71,49 @@ def test_impossible_rows_are_refused() -> None:
         collator([{"input_ids": [1, 2], "piece_lengths": [3]}])
     with pytest.raises(ValueError, match="at least 1 token"):
         collator([{"input_ids": [1, 2], "piece_lengths": [0, 2]}])
-    with pytest.raises(ValueError, match="varlen"):
-        PackedCollator(isolate_documents=False, varlen=True)
+    with pytest.raises(ValueError, match="expected one of varlen, position_ids"):
+        PackedCollator("flash")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="of mechanism 'mask' only"):
+        PackedCollator("varlen", windows=3)
+    with pytest.raises(ValueError, match=r"rows of \[2\] pieces"):
+        PackedCollator("single")([{"input_ids": [1, 2], "piece_lengths": [1, 1]}])
+
+
+def test_the_mask_shows_each_token_its_own_document_up_to_itself() -> None:
+    rows = [{"input_ids": [5, 6, 7, 8, 9, 2], "piece_lengths": [2, 3]}]  # two documents and one padding token
+    mask = PackedCollator("mask")(rows)["attention_mask"]
+    expected = [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 0, 0, 1],
+    ]
+    assert mask.shape == (1, 1, 6, 6)
+    assert mask[0, 0].int().tolist() == expected
+    by_kind = PackedCollator("mask", windows={"full_attention": None, "sliding_attention": 2})(rows)["attention_mask"]
+    assert torch.equal(by_kind["full_attention"], mask)
+    expected[4][2] = 0  # the third token of its document is two away from the first
+    assert by_kind["sliding_attention"][0, 0].int().tolist() == expected
+    assert torch.equal(PackedCollator("mask", windows=2)(rows)["attention_mask"], by_kind["sliding_attention"])
+    added = PackedCollator("mask", additive=True)(rows)["attention_mask"]
+    assert torch.equal(added == 0, mask)
+    assert (added[~mask] == torch.finfo(torch.float32).min).all()
+
+
+def test_seq_idx_numbers_the_pieces_of_each_row() -> None:
+    assert PackedCollator("seq_idx")(ROWS)["seq_idx"].dtype == torch.int32
+    rows = [{"input_ids": [5, 6, 7], "piece_lengths": [2, 1]}, {"input_ids": [5, 6, 7], "piece_lengths": [1, 1]}]
+    assert PackedCollator("seq_idx")(rows)["seq_idx"].tolist() == [[0, 0, 1], [0, 1, 2]]
+
+
+def test_single_rows_are_cut_to_the_longest() -> None:
+    rows = [{"input_ids": [5, 6, 2, 2], "piece_lengths": [2]}, {"input_ids": [5, 6, 7, 2], "piece_lengths": [3]}]
+    batch = PackedCollator("single")(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 2], [5, 6, 7]]
+    assert batch["labels"].tolist() == [[-100, 6, -100], [-100, 6, 7]]
+    assert set(batch) == {"input_ids", "labels"}  # positions are left to the model: there is nothing to tell it
 
 
 def documents(lengths: list[int]) -> Any:

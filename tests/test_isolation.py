@@ -82,7 +82,7 @@ def test_an_attention_mask_of_ones_or_a_cache_undoes_the_isolation(model_type):
 
 
 def test_without_restarted_positions_documents_see_each_other():
-    leak = leak_of(tiny("llama"), PackedCollator(isolate_documents=False), use_cache=False)
+    leak = leak_of(tiny("llama"), PackedCollator(None), use_cache=False)
     assert not leak.isolated
 
 
@@ -159,7 +159,7 @@ def test_each_defect_is_named(defect, said):
 
 
 def test_a_position_wise_model_is_clean_also_when_rows_are_flattened():
-    for collator in (PackedCollator(), PackedCollator(varlen=True)):
+    for collator in (PackedCollator(), PackedCollator("varlen")):
         leak = measure_leak(Toy("none"), vocab_size=VOCABULARY, device="cpu", collator=collator)
         assert leak.isolated
         assert leak.max_difference == 0.0

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from hfpretrain.data.packing import PackedIndex, pack_best_fit, pack_concat
+from hfpretrain.data.packing import PackedIndex, pack_best_fit, pack_concat, pack_single
 
 
 def blocks_of(index: PackedIndex) -> list[list[tuple[int, int]]]:
@@ -111,3 +111,10 @@ def test_best_fit_wide_blocks_and_many_documents() -> None:
     index = pack_best_fit(lengths, 140_000)
     assert index.num_blocks == 500
     assert index.utilisation == 1.0
+
+
+def test_single_puts_each_piece_in_a_block_of_its_own() -> None:
+    index = pack_single(np.array([3, 9, 4]), 4)
+    assert blocks_of(index) == [[(0, 3)], [(3, 4)], [(7, 4)], [(11, 1)], [(12, 4)]]
+    assert index.dropped_tokens == 0
+    assert pack_single(np.array([], dtype=np.int64), 4).num_blocks == 0

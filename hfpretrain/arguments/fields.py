@@ -61,9 +61,10 @@ class ModelArguments:
         "Folder or hub name; 'train:8192' trains a byte-level BPE of exactly 8192 entries on the training data; "
         "'bytes' is one token per byte. Default: the one of config_name or model_name_or_path.",
     )
-    attn_implementation: str | None = _arg(
-        None,
-        "eager, sdpa, flash_attention_2, flex_attention, ... Default: what transformers picks for the model.",
+    attn_implementation: str = _arg(
+        "auto",
+        "eager, sdpa, flash_attention_2, flex_attention, torch_varlen (ours), ... Default auto: the first that "
+        "computes what the model's own does and keeps documents apart, by measurement.",
     )
 
 
@@ -94,10 +95,11 @@ class DataArguments:
         "Tokens per row. 1024 fits every architecture's default position limit; longer rows cost attention time and "
         "pay off where documents are longer.",
     )
-    packing: Literal["concat", "best_fit"] = _arg(
+    packing: Literal["concat", "best_fit", "single"] = _arg(
         "concat",
         "concat: rows are consecutive tokens, nothing is wasted. best_fit: documents stay whole where they fit, rows "
-        "carry some padding. Default concat: every position learns, whatever the lengths of the documents.",
+        "carry some padding. single: one document a row, for models that cannot keep several apart. Default concat: "
+        "every position learns, whatever the lengths of the documents.",
     )
     isolate_documents: bool = _arg(
         True,

@@ -7,7 +7,7 @@ a block, so no prediction ever crosses from one document into the next, and padd
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -73,6 +73,10 @@ def _joined(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(starts[firsts].tolist(), np.add.reduceat(lengths, firsts).tolist(), strict=True))
 
 
+Mechanism = Literal["varlen", "position_ids", "mask", "seq_idx", "single"]
+"""How a model is told where documents end; which of them a model heeds is measured by `data.isolation`."""
+
+
 class PackedCollator:
     """A list of blocks -> the tensors of one micro-batch.
 
@@ -80,52 +84,103 @@ class PackedCollator:
         input_ids: int64 [B, L]
         labels: int64 [B, L], NOT shifted (the Hugging Face habit: the model predicts labels[t + 1] at t); -100 at the
             first token of every piece and on padding
-        position_ids: int64 [B, L], from 0 in every piece and once more in the padding at the end of a row
-            (only with `isolate_documents`)
-    and never an attention_mask: transformers builds the block-diagonal mask from position_ids only in its absence.
+    and, by `mechanism`,
+        position_ids (all but "single" and None): int64 [B, L], from 0 in every piece and once more in the padding at
+            the end of a row. Where there is no attention_mask, transformers makes a block-diagonal one of them.
+        varlen: rows laid behind one another in one row [1, B * L], and cu_seq_lens_q, cu_seq_lens_k (int32
+            [segments + 1]), max_length_q, max_length_k (int): for kernels of variable-length attention. With flash
+            attention and B > 1, position_ids alone would silently keep nothing apart.
+        mask: attention_mask, bool [B, 1, L, L], true where a token may look: itself and what is before it in its own
+            document, no further back than the window if one is given. For models that make their mask without
+            position_ids.
+        seq_idx: int32 [B, L], number of the piece in its row: for kernels of state-space layers.
+        single: the rows hold one piece each; they are cut to the longest of them, and nothing needs to be kept apart.
+        None: documents see those before them in their row; the targets are the same.
 
     Args:
-        isolate_documents: tell the model where documents begin. If False, tokens attend to everything before them in
-            the row; the targets are the same.
-        varlen: lay the rows behind one another in one row [1, B * L] and add what flash attention's variable-length
-            kernels take: cu_seq_lens_q and cu_seq_lens_k (int32 [segments + 1]), max_length_q and max_length_k (int).
-            Needed with flash attention for B > 1, where position_ids alone would silently not isolate.
+        mechanism: one of these.
+        windows: of "mask" only: positions that a token sees, itself included, by kind of layer (the names of a config's
+            layer_types; a dict of masks is made), or one number for all layers. None: everything before it.
+        additive: of "mask" only: float32 masks, 0 where a token may look and else the lowest number. Eager attention
+            adds its mask to the scores, and a boolean one would add 1 and 0.
 
     Raises:
-        ValueError: varlen without isolate_documents; no block; rows of different length; pieces that are empty or
-            longer than their row.
+        ValueError: no block; rows of different length; pieces that are empty or longer than their row; several pieces
+            in a row of "single"; an unknown mechanism; windows or additive without "mask".
     """
 
-    def __init__(self, *, isolate_documents: bool = True, varlen: bool = False) -> None:
-        if varlen and not isolate_documents:
-            raise ValueError(
-                "varlen=True keeps segments apart by construction; it cannot go with isolate_documents=False"
-            )
-        self.isolate_documents = isolate_documents
-        self.varlen = varlen
+    def __init__(
+        self,
+        mechanism: Mechanism | None = "position_ids",
+        *,
+        windows: Mapping[str, int | None] | int | None = None,
+        additive: bool = False,
+    ) -> None:
+        if mechanism not in (*get_args(Mechanism), None):
+            raise ValueError(f"mechanism is {mechanism!r}, expected one of {', '.join(get_args(Mechanism))} or None")
+        if (windows is not None or additive) and mechanism != "mask":
+            raise ValueError(f"windows and additive are of mechanism 'mask' only, which is {mechanism!r} here")
+        self.mechanism = mechanism
+        self.windows = windows
+        self.additive = additive
 
     def __call__(self, blocks: Sequence[Block]) -> dict[str, Any]:
         rows = _rows(blocks)
+        if self.mechanism == "single":
+            rows = rows[:, : _longest_piece(blocks)]
         num_rows, row_length = rows.shape
         segments, is_padding = _segments(blocks, row_length)
         starts = np.cumsum(segments) - segments
         labels = rows.reshape(-1).copy()
         labels[starts] = IGNORED_LABEL
         labels[np.repeat(is_padding, segments)] = IGNORED_LABEL
-        shape = (1, num_rows * row_length) if self.varlen else (num_rows, row_length)
+        shape = (1, num_rows * row_length) if self.mechanism == "varlen" else (num_rows, row_length)
         batch: dict[str, Any] = {
-            "input_ids": torch.from_numpy(rows).reshape(shape),
+            "input_ids": torch.from_numpy(np.ascontiguousarray(rows)).reshape(shape),
             "labels": torch.from_numpy(labels).reshape(shape),
         }
-        if self.isolate_documents:
+        if self.mechanism not in (None, "single"):
             positions = np.arange(num_rows * row_length, dtype=np.int64) - np.repeat(starts, segments)
             batch["position_ids"] = torch.from_numpy(positions).reshape(shape)
-        if self.varlen:
-            bounds = torch.from_numpy(np.append(starts, num_rows * row_length).astype(np.int32))
-            longest = int(segments.max())
-            batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.clone()}
-            batch |= {"max_length_q": longest, "max_length_k": longest}
+            segment = np.repeat(np.arange(len(segments)), segments).reshape(num_rows, row_length)
+            batch |= self._boundaries(segment, starts, segments)
         return batch
+
+    def _boundaries(self, segment: np.ndarray, starts: np.ndarray, segments: np.ndarray) -> dict[str, Any]:
+        if self.mechanism == "varlen":
+            bounds = torch.from_numpy(np.append(starts, segment.size).astype(np.int32))
+            longest = int(segments.max())
+            lengths = {"max_length_q": longest, "max_length_k": longest}
+            return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.clone(), **lengths}
+        if self.mechanism == "seq_idx":
+            return {"seq_idx": torch.from_numpy((segment - segment[:, :1]).astype(np.int32))}
+        if self.mechanism == "mask":
+            own = torch.from_numpy(segment[:, :, None] == segment[:, None, :])[:, None]
+            if isinstance(self.windows, Mapping):
+                return {"attention_mask": {kind: self._mask(own, window) for kind, window in self.windows.items()}}
+            return {"attention_mask": self._mask(own, self.windows)}
+        return {}
+
+    def _mask(self, own: torch.Tensor, window: int | None) -> torch.Tensor:
+        visible = own & _causal(own, window)
+        return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo().min) if self.additive else visible
+
+
+def _causal(like: torch.Tensor, window: int | None) -> torch.Tensor:
+    """bool [L, L], true where a query (row) may look at a key (column)."""
+    positions = torch.arange(like.shape[-1])
+    distance = positions[:, None] - positions[None, :]
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def _longest_piece(blocks: Sequence[Block]) -> int:
+    lengths = [np.asarray(block["piece_lengths"]).reshape(-1) for block in blocks]
+    if any(len(pieces) != 1 for pieces in lengths):
+        raise ValueError(
+            f"rows of {sorted({len(pieces) for pieces in lengths})} pieces for mechanism 'single', which takes one "
+            "document a row: pack with pack_single"
+        )
+    return max(int(pieces[0]) for pieces in lengths)
 
 
 def _rows(blocks: Sequence[Block]) -> np.ndarray:

@@ -18,15 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hfpretrain.errors import Problem
+from hfpretrain.data.collator import Mechanism, PackedCollator
 
 _SEED = 20260101  # the same tokens on every rank; any number would do
 _EXACT = 1e-5  # of the logits' standard deviation: same shapes, so all but bitwise equal where documents are apart
 _SAME = 1e-3  # the same, between different shapes; clean models reach 3e-5 in fp32, wrong positions cost 0.1 and more
 _NOISE_FACTOR = 4.0  # rounding seen in one place may be a few times larger in another
-# "Rounding" above this is none: the model sees its future. Same shapes, then different shapes, where a deep model in
-# bf16 may come close to a tenth. A guess on the generous side: a smaller leak both ways in time would pass as rounding.
-_CAUSAL, _CAUSAL_ALONE = 0.03, 0.5
+# "Rounding" above this is none: the model sees its future. Same shapes (float32; half precision), then different
+# shapes, where a deep model in bf16 may come close to a tenth. A smaller leak both ways in time passes as rounding: in
+# float32 eager attention that adds a boolean mask to its scores, as big_bird does, is seen at 1e-2.
+_CAUSAL, _CAUSAL_HALF, _CAUSAL_ALONE = 1e-3, 0.03, 0.5
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,58 @@ class Leak:
     isolated: bool
     detail: str
 
-    def problem(self, model_name: str) -> Problem:
-        """What to say when a leak must stop a run."""
-        return Problem(
-            what=f"{model_name} lets a document of a row see the one before it",
-            given=self.detail,
-            source="isolate_documents",
-            remedy="isolate_documents: false to train on rows of unseparated documents, or another model or attention",
-        )
+
+@dataclass(frozen=True)
+class Way:
+    """One way to keep documents apart, to be tried.
+
+    Attributes:
+        mechanism: how the collator tells the model where documents end.
+        attn_implementation: attention that goes with it; None: the one that the model was built with.
+        windows, additive: see `PackedCollator`.
+    """
+
+    mechanism: Mechanism
+    attn_implementation: str | None = None
+    windows: Mapping[str, int | None] | int | None = None
+    additive: bool = False
+
+    def __str__(self) -> str:
+        attention = f" with {self.attn_implementation}" if self.attn_implementation else ""
+        return f"{self.mechanism}{attention}"
+
+    def collator(self) -> PackedCollator:
+        return PackedCollator(self.mechanism, windows=self.windows, additive=self.additive)
+
+
+def ways(
+    config: Any, *, attentions: Sequence[str] = (), attn_implementation: str | None = None, sequence_length: int
+) -> list[Way]:
+    """What to try on a model, the cheapest first.
+
+    Args:
+        config: of the model; its kinds of attention layers and their window shape the explicit mask.
+        attentions: attention implementations for variable lengths that may be tried in the place of the model's own.
+        attn_implementation: the model's own, as asked for; flash attention takes boundaries itself.
+        sequence_length: tokens of a row: a window that is at least as long hides nothing.
+    """
+    found = [Way("varlen", attention) for attention in attentions]
+    if attn_implementation is not None and ("flash" in attn_implementation or "varlen" in attn_implementation):
+        found.append(Way("varlen"))
+    found.append(Way("position_ids"))
+    found.append(Way("mask", windows=_windows(config, sequence_length)))
+    return [*found, Way("seq_idx")]
+
+
+def _windows(config: Any, sequence_length: int) -> Mapping[str, int | None] | int | None:
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    if not isinstance(window, int) or window >= sequence_length:
+        return None
+    kinds = getattr(text, "layer_types", None)
+    if not kinds:
+        return window
+    return {kind: window if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
 
 
 @dataclass(frozen=True)
@@ -72,6 +117,7 @@ def measure_leak(
     vocab_size: int,
     device: torch.device | str,
     collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]],
+    alone: Callable[[dict[str, Any]], Tensor] | None = None,
     sequence_length: int = 32,
 ) -> Leak:
     """Pack documents through `collator`, change one, and compare the logits of the others.
@@ -83,9 +129,12 @@ def measure_leak(
         forward: batch (what `collator` makes, without labels, on `device`) -> logits [rows, positions, vocab]. Put the
             model in eval mode first: dropout would be taken for a leak.
         collator: takes blocks {"input_ids", "piece_lengths"}, such as `PackedCollator`.
+        alone: the same for one document with `{"input_ids": [1, positions]}` and nothing else, in the attention that is
+            to be reproduced; None: `forward` of what `collator` makes, which cannot show that a mask has lost a window
+            or that the model by itself counts positions otherwise (RoBERTa).
 
-    Works on a model wrapped by DDP or DeepSpeed, on all ranks at once: every rank makes the same nine forward calls on
-    the same tokens. No global random state is used.
+    Works on a model wrapped by DDP or DeepSpeed, on all ranks at once: every rank makes the same nine forward calls
+    (ten with `alone`) on the same tokens. No global random state is used.
     """
     if sequence_length < 8 or vocab_size < 2:
         raise ValueError(f"needs sequence_length >= 8 and vocab_size >= 2; got {sequence_length=}, {vocab_size=}")
@@ -104,21 +153,50 @@ def measure_leak(
         lengths = [len(document) for row in rows for document in row]
         return [flat[start : start + n] for start, n in zip(starts, lengths, strict=True)]
 
+    def logits_alone(document: np.ndarray) -> Tensor:
+        if alone is None:
+            return logits([document])[0]
+        return alone({"input_ids": torch.from_numpy(document)[None].to(device)}).float()[0]
+
     (first, second, third, other), (first_changed, third_changed) = _documents(vocab_size, sequence_length)
     row = logits([first, second, third])
-    alone = [logits([document])[0] for document in (first, second, third)]
+    separate = [logits_alone(document) for document in (first, second, third)]
     in_row = _largest(row[1:], logits([first_changed, second, third])[1:])
     noise = _largest(row[:2], logits([first, second, third_changed])[:2])
     pair = logits([first, second, third], [other])
     in_pair = _largest(pair[1:], logits([first_changed, second, third], [other])[1:])
     pair_noise = _largest(pair[:2], logits([first, second, third_changed], [other])[:2])
-    alone_difference, alone_noise = _largest(row[1:], alone[1:]), _largest(row[:1], alone[:1])
+    alone_difference, alone_noise = _largest(row[1:], separate[1:]), _largest(row[:1], separate[:1])
+    if alone is not None:  # what differs in the first document already is no rounding, unless it is so by `forward` too
+        alone_difference = max(alone_difference, alone_noise)
+        alone_noise = _largest(row[:1], logits([first]))
+    same, causal = _limits(torch.cat(row))
     measured = {
-        "changed in a row": _Measured(in_row, noise, _EXACT, _CAUSAL),
-        "changed in a batch of two rows": _Measured(in_pair, pair_noise, _EXACT, _CAUSAL),
-        "packed instead of alone": _Measured(alone_difference, alone_noise, _same(torch.cat(row)), _CAUSAL_ALONE),
+        "changed in a row": _Measured(in_row, noise, _EXACT, causal),
+        "changed in a batch of two rows": _Measured(in_pair, pair_noise, _EXACT, causal),
+        "packed instead of alone": _Measured(alone_difference, alone_noise, same, _CAUSAL_ALONE),
     }
     return _verdict(measured, scale=float(torch.cat(row).std()))
+
+
+@torch.no_grad()
+def measure_single(forward: Callable[[dict[str, Any]], Tensor], *, vocab_size: int, device: torch.device | str) -> Leak:
+    """Is a document that shares a padded batch with a longer one, one a row, what it is alone? Args as `measure_leak`.
+
+    In a causal model nothing that follows can matter; where padding does, or the model is not causal, this shows it.
+    """
+    documents, _ = _documents(vocab_size, 32)
+    longest = max(map(len, documents))
+    blocks = [
+        {"input_ids": np.pad(document, (0, longest - len(document))), "piece_lengths": [len(document)]}
+        for document in documents
+    ]
+    together = forward({"input_ids": PackedCollator("single")(blocks)["input_ids"].to(device)}).float()
+    alone = [forward({"input_ids": torch.from_numpy(document)[None].to(device)}).float()[0] for document in documents]
+    rows = [row[: len(document)] for row, document in zip(together, documents, strict=True)]
+    difference, tolerance = _largest(rows, alone), _limits(torch.cat(alone))[0]
+    measured = {"in a padded batch instead of alone": _Measured(difference, 0.0, tolerance, _CAUSAL_ALONE)}
+    return _verdict(measured, scale=float(torch.cat(alone).std()))
 
 
 def _documents(vocab_size: int, sequence_length: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -131,12 +209,12 @@ def _documents(vocab_size: int, sequence_length: int) -> tuple[list[np.ndarray],
     return documents, changed
 
 
-def _same(logits: Tensor) -> float:
-    """Relative tolerance between different shapes: a few last digits of the precision the logits were computed in."""
+def _limits(logits: Tensor) -> tuple[float, float]:
+    """By the precision the logits were computed in: tolerance between shapes, largest rounding at the same."""
     for dtype in (torch.bfloat16, torch.float16):  # upcast or not, such logits fit into their own type without loss
         if torch.equal(logits, logits.to(dtype).float()):
-            return max(_SAME, 4.0 * torch.finfo(dtype).eps)
-    return _SAME
+            return max(_SAME, 4.0 * torch.finfo(dtype).eps), _CAUSAL_HALF
+    return _SAME, _CAUSAL
 
 
 def _largest(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:

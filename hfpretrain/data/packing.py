@@ -124,6 +124,26 @@ def pack_best_fit(lengths: np.ndarray, sequence_length: int) -> PackedIndex:
     )
 
 
+def pack_single(lengths: np.ndarray, sequence_length: int) -> PackedIndex:
+    """One piece per block, for models on which documents of one row cannot be kept apart.
+
+    Documents longer than a block are cut into `sequence_length`-token pieces and a rest; nothing is dropped, and all
+    that a piece does not fill is padding (`PackedCollator("single")` computes little of it where rows of like length
+    meet in a micro-batch).
+
+    Args and raises: as `pack_best_fit`.
+    """
+    starts, pieces = _cut_long(_checked(lengths, sequence_length), sequence_length)
+    return PackedIndex(
+        sequence_length=sequence_length,
+        num_blocks=len(pieces),
+        dropped_tokens=0,
+        piece_starts=starts,
+        piece_lengths=pieces.astype(_length_dtype(sequence_length)),
+        block_offsets=np.arange(len(pieces) + 1, dtype=np.int64),
+    )
+
+
 def _checked(lengths: np.ndarray, sequence_length: int) -> np.ndarray:
     lengths = np.asarray(lengths)
     if sequence_length < 2:

@@ -96,10 +96,12 @@ class TrainingSteps(Dataset[list[dict[str, Any]]]):
         start = step * self.rows_per_step
         first = start + self.rank * self.rows_per_step // self.world_size
         last = start + (self.rank + 1) * self.rows_per_step // self.world_size
-        numbers = self.order.blocks_at(np.arange(first, last))
+        blocks = [self.blocks[int(number)] for number in self.order.blocks_at(np.arange(first, last))]
+        # Rows of like length share a micro-batch, so that little padding is computed where a collator cuts it off.
+        blocks.sort(key=lambda block: -int(np.sum(block["piece_lengths"])))
         batches = [
-            self._micro_batch(numbers[low : low + self.per_device_rows])
-            for low in range(0, len(numbers), self.per_device_rows)
+            self.collator(blocks[low : low + self.per_device_rows])
+            for low in range(0, len(blocks), self.per_device_rows)
         ]
         while len(batches) < self.micro_batches:
             batches.append(self._filler(start))
@@ -113,12 +115,9 @@ class TrainingSteps(Dataset[list[dict[str, Any]]]):
         """Epochs that are done when `step` begins."""
         return step * self.rows_per_step / self.order.num_blocks
 
-    def _micro_batch(self, numbers: np.ndarray) -> dict[str, Any]:
-        return self.collator([self.blocks[int(number)] for number in numbers])
-
     def _filler(self, position: int) -> dict[str, Any]:
         """A real row (so that no kernel sees anything unusual) that nothing is learnt from."""
-        batch = self._micro_batch(self.order.blocks_at(np.array([position])))
+        batch = self.collator([self.blocks[self.order.block_at(position)]])
         batch["labels"] = torch.full_like(batch["labels"], IGNORED_LABEL)
         return batch
 

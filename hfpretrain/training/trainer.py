@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import logging
 
-from hfpretrain.data.collator import PackedCollator
-from hfpretrain.data.isolation import measure_leak
+from hfpretrain.data.isolation import Way
 from hfpretrain.data.steps import StepSampler, TrainingSteps
 from hfpretrain.errors import Problem, refuse
 from hfpretrain.launch_checks import verify_engine
@@ -32,6 +31,7 @@ from hfpretrain.training.evaluation import EvaluationWindows, evaluate_bits_per_
 from hfpretrain.training.optimizer import build_optimizer, describe_groups, parameter_groups
 from hfpretrain.training.resume import PretrainState, apply_asked, hyperparameters, read_state
 from hfpretrain.training.saving import WholeCheckpointTrainer
+from hfpretrain.training.separation import separate
 from hfpretrain.training.throughput import Throughput, TokenFlops, device_peak_flops
 
 logger = logging.get_logger(__name__)
@@ -57,8 +57,9 @@ class PretrainTrainer(WholeCheckpointTrainer):
             means, and a checkpoint of another fingerprint is not resumed.
         tokenizer: saved beside every checkpoint. (Given to the Trainer as `processing_class`, it would also change the
             model's configuration: a pad token that is EOS becomes the row that the next embedding never trains.)
-        isolation: the collator whose documents must not see each other; that they do not is measured on the wrapped
-            model before the first step, and a leak stops the run. None: documents are not kept apart, by decision.
+        isolation: ways to keep documents apart (`data.isolation.ways`). Before the first step each is measured on the
+            wrapped model; the first that isolates is used for train_dataset, and if none does, the run stops. None
+            given: documents are not kept apart, by decision.
         flops: FLOPs of one input token, for `total_flos` and, on a device whose peak is known, MFU.
         z_loss_weight: of (log Z)^2 beside the cross-entropy, 0 for none; see `hfpretrain.loss`. The loss is put on
             `model` until `fused_loss.remove()`; before the first step it is compared with the model's own logits.
@@ -74,7 +75,7 @@ class PretrainTrainer(WholeCheckpointTrainer):
         eval_dataset: EvaluationWindows | None = None,
         fingerprint: Mapping[str, Any] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        isolation: PackedCollator | None = None,
+        isolation: Sequence[Way] = (),
         flops: TokenFlops | None = None,
         z_loss_weight: float = 0.0,
         **kwargs: Any,
@@ -285,21 +286,20 @@ class PretrainTrainer(WholeCheckpointTrainer):
         return [verdict.problem(type(self.causal_lm).__name__)] if verdict.path == "refused" else []
 
     def _leaks(self) -> list[Problem]:
-        if self.isolation is None:
+        if not self.isolation:
             return []
-        model = self.model_wrapped
-        was_training = model.training
-        model.eval()
-        with torch.no_grad():
-            leak = measure_leak(
-                lambda batch: self.fused_loss.forward_logits(model, batch).logits,
-                vocab_size=self.causal_lm.config.get_text_config().vocab_size,
-                device=self.args.device,
-                collator=self.isolation,
-            )
-        model.train(was_training)
-        self._say(f"isolation of documents: {leak.detail}")
-        return [] if leak.isolated else [leak.problem(type(self.causal_lm).__name__)]
+        found = separate(
+            self.isolation,
+            self.causal_lm,
+            wrapped=self.model_wrapped,
+            logits=lambda model, batch: self.fused_loss.forward_logits(model, batch).logits,
+            device=self.args.device,
+        )
+        if found.way is None:
+            return [found.problem(type(self.causal_lm).__name__)]
+        self.steps.collator = found.way.collator()
+        self._say(f"isolation of documents {found.tried[-1]}")
+        return []
 
     # -- logging ------------------------------------------------------------------------------------------------------
 
