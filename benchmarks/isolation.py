@@ -14,9 +14,9 @@ whole rows. Contenders take turns in one process, each over all documents, and a
     isolated, varlen    boundaries between documents, and attention "torch_varlen"
     isolated, flex      position_ids and flex_attention; CUDA only (--flex), as it has no backward on a CPU
 
-Real tokens are those of documents, padding excluded. Ratios are medians over rounds. The loss is the mean over all
-targets; packed rows have a few targets less, because documents are cut where a row ends. Documents are isolated if the
-loss of packed rows is that of the same documents one by one.
+Real tokens are those of documents, padding excluded. Ratios are medians over rounds; where other programs want the same
+cores, set OMP_NUM_THREADS=1. The loss is the mean over all targets; packed rows have a few less, because documents are
+cut where a row ends. Documents are isolated if the loss of packed rows is that of the same documents one by one.
 """
 
 from __future__ import annotations
@@ -139,7 +139,6 @@ def _contenders(lengths: np.ndarray, tokens: np.ndarray, options: argparse.Names
     single, packed = (pack(lengths, options.sequence_length) for pack in (pack_single, pack_concat))
     at_once = options.rows_at_once
     documents_at_once = -(-single.num_blocks * at_once // options.rows)  # as many as stand in `at_once` packed rows
-
     contenders = [
         Contender(PADDED, "sdpa", _batches(single, tokens, None, documents_at_once, options)),
         Contender(SINGLE, "sdpa", _batches(single, tokens, "single", documents_at_once, options)),
@@ -158,9 +157,7 @@ def _batches(
 ) -> list[Batch]:
     documents: Any = SimpleNamespace(tokens=_Tokens(tokens), end_id=1)
     blocks = PackedBlocks(documents, index)
-    order = np.arange(len(blocks))
-    if mechanism == "single":
-        order = np.argsort(index.piece_lengths, kind="stable")
+    order = np.argsort(index.piece_lengths) if mechanism == "single" else np.arange(len(blocks))
     collate = PackedCollator(mechanism)
     batches = [collate([blocks[int(i)] for i in order[k : k + at_once]]) for k in range(0, len(order), at_once)]
     return [

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from hfpretrain.data.collator import PackedCollator
-from hfpretrain.data.isolation import Leak, measure_leak
+from hfpretrain.data.isolation import Leak, assert_isolated, measure_leak
 from hfpretrain.model import build_model
 
 VOCABULARY = 97
@@ -168,3 +168,14 @@ def test_a_position_wise_model_is_clean_also_when_rows_are_flattened():
 def test_sizes_that_cannot_be_measured_are_refused():
     with pytest.raises(ValueError, match="sequence_length >= 8"):
         measure_leak(Toy("none"), vocab_size=2, device="cpu", collator=PackedCollator(), sequence_length=4)
+
+
+def test_assert_isolated_names_the_model_and_leaves_its_mode():
+    model = tiny("llama").train()
+    assert assert_isolated(model).isolated
+    assert model.training
+    for leaking in (tiny("bloom"), tiny("mamba")):  # neither takes position_ids
+        with pytest.raises(AssertionError, match=rf"{type(leaking).__name__}: documents see each other"):
+            assert_isolated(leaking)
+    with pytest.raises(AssertionError, match="LEAK"):
+        assert_isolated(model, PackedCollator(None))
