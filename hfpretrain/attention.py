@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -96,9 +95,9 @@ def torch_varlen_attention(
         longest = length if cu_seq_lens_q is None or max_length_q is None else int(max_length_q)
         out = _kernel(q, k, v, bounds, longest, how)
     else:
-        ends = bounds.tolist()
-        documents = [slice(a, b) for a, b in pairwise(ends) if b > a]
-        out = torch.cat([_document(q[part], k[part], v[part], how) for part in documents])
+        sizes = bounds.diff().tolist()  # split, not slices: the backward of each slice would fill a whole tensor
+        parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        out = torch.cat([_document(*part, how) for part in parts if len(part[0])])
     return out.unflatten(0, (rows, length)), None
 
 
