@@ -38,6 +38,7 @@ lint: $(READY)  ## format, rules and types
 bench: $(BENCH_READY)  ## the side-by-side benchmarks of benchmarks/
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/loss.py --contenders hf hf_z torch_256 trl ours ours_z
+	$(BIN)/python benchmarks/isolation.py
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/end_to_end.py
 
