@@ -115,18 +115,20 @@ class _How:
         plain = not self.dropout and self.softcap is None and self.sinks is None
         half = query.dtype in (torch.float16, torch.bfloat16)
         width = query.shape[-1]  # the kernel itself refuses other widths than these
-        return plain and half and query.is_cuda and width == value.shape[-1] <= 256 and width % 8 == 0
+        return plain and half and query.is_cuda and value.shape[-1] <= width <= 256 and width % 8 == 0
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, how: _How) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     window = (-1 if how.window is None else how.window - 1, 0)  # tokens before; transformers counts the token itself
+    width = value.shape[-1]
+    value = F.pad(value, (0, query.shape[-1] - width))  # latent attention has narrower values; zeros give zeros
     out = varlen_attn(
         query, key, value, bounds, bounds, longest, longest, scale=how.scale, window_size=window, enable_gqa=True
     )
     assert isinstance(out, Tensor)
-    return out
+    return out[..., :width]
 
 
 def _document(query: Tensor, key: Tensor, value: Tensor, how: _How) -> Tensor:

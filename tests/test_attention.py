@@ -180,6 +180,7 @@ def documented_varlen_attn(
     assert torch.equal(cu_seq_q, cu_seq_k)
     assert cu_seq_q.dtype == torch.int32
     assert max_q == max_k == max(lengths)
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
     assert enable_gqa or query.shape[1] == key.shape[1]
     left, right = window_size
     assert right == 0
@@ -189,11 +190,12 @@ def documented_varlen_attn(
     )
 
 
+@pytest.mark.parametrize("value_width", [WIDTH, 6])
 @pytest.mark.parametrize("case", ["plain", "scale", "window of one token", "window shorter than documents"])
-def test_arguments_of_the_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_the_kernel(case: str, value_width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented_varlen_attn)
     monkeypatch.setattr(attention._How, "fits_kernel", lambda *_: True)
-    query, key, value = inputs()
+    query, key, value = inputs(value_width=value_width)
     output, _ = torch_varlen_attention(module(), query, key, value, None, **CASES[case], **boundaries(LENGTHS))
     expected = reference(query, key, value, LENGTHS, **CASES[case])
     torch.testing.assert_close(output[0], expected, rtol=0, atol=1e-13)

@@ -28,12 +28,12 @@ class Separation:
 
     def problem(self, model_name: str) -> Problem:
         """What to say where no way isolates."""
-        return Problem(
-            what=f"{model_name} lets a document of a row see the one before it",
-            given="; ".join(self.tried),
-            source="isolate_documents",
-            remedy="packing: single for one document a row, or isolate_documents: false to leave them unseparated",
-        )
+        remedy = "packing: single for one document a row, or isolate_documents: false to leave them unseparated"
+        if all(line.startswith("by single") for line in self.tried):
+            what = f"{model_name} makes something else of a document in a padded batch than of the document alone"
+            return Problem(what, "; ".join(self.tried), "packing", "another architecture: padding must not matter")
+        what = f"{model_name} lets a document of a row see the one before it"
+        return Problem(what, "; ".join(self.tried), "isolate_documents", remedy)
 
 
 def separate(
