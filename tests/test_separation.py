@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 
+from architectures import tiny_config
 from hfpretrain.attention import TORCH_VARLEN, register_torch_varlen, torch_varlen_attention
 from hfpretrain.data.collator import IGNORED_LABEL, PackedCollator
 from hfpretrain.data.isolation import Way, ways
@@ -310,3 +311,14 @@ def test_training_on_packed_documents_is_training_on_separate_ones(model_type, a
         if made.grad is not None:
             missed, size = (made.grad - wanted.grad).norm(), wanted.grad.norm()
             assert missed <= 1e-5 * max(size, 1e-3 * total), (name, float(missed / size))
+
+
+def test_a_single_document_that_padding_changes_is_refused() -> None:
+    """BERT as an encoder sees what follows, so padding after a document counts; nothing is left to try."""
+    config = tiny_config("bert")
+    config.is_decoder = False
+    found = separation(AutoModelForCausalLM.from_config(config).eval(), [Way("single")])
+    assert found.way is None
+    problem = str(found.problem("BertLMHeadModel"))
+    assert "of a document in a padded batch" in problem
+    assert "LEAK" in problem
