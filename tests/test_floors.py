@@ -14,7 +14,10 @@ MIDDLE = {"training", "preflight", "launch_checks"}
 ALLOWED = {
     "model": {"initialisation"},
 }
-PURE = ["data.packing", "data.order", "training.schedule", "planning.flops", "errors"]
+PURE = [
+    *("data.packing", "data.order", "training.schedule", "errors"),
+    *("planning.flops", "planning.budget", "planning.scaling_laws"),
+]
 
 
 def _room(module: str) -> str:
