@@ -60,6 +60,7 @@ from hfpretrain.data.documents import load_documents
 from hfpretrain.data.sources import find_sources
 from hfpretrain.data.spans import encoded_text, in_validation, iter_texts, plan_spans, read_span
 from hfpretrain.data.tokenizer import load_tokenizer
+from hfpretrain.loss import logits_sums
 from hfpretrain.training.evaluation import EvaluationWindows, evaluate_bits_per_byte, evaluation_windows
 from machine import describe_machine
 
@@ -236,12 +237,12 @@ def _start(name: str, job: Job, folder: Path) -> dict[str, Any]:
 def _score(model_folder: str, windows: EvaluationWindows) -> float:
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder)
     model.eval()
-    metrics = evaluate_bits_per_byte(
-        lambda batch: model(input_ids=batch["input_ids"], use_cache=False).logits,
-        windows,
-        rows=8,
-        device=torch.device("cpu"),
-    )
+
+    def nats(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        return logits_sums(logits, batch["labels"]).cross_entropy
+
+    metrics = evaluate_bits_per_byte(nats, windows, rows=8, device=torch.device("cpu"))
     return metrics["bpb"]
 
 
