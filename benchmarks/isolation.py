@@ -37,6 +37,7 @@ from hfpretrain.data.collator import Mechanism, PackedBlocks, PackedCollator
 from hfpretrain.data.packing import PackedIndex, pack_concat, pack_single
 from hfpretrain.loss import count_targets, fuse_loss
 from machine import describe_machine
+from memory_tokens import MemoryTokens
 
 OVER_PADDED, OVER_PACKED = 4.8, 1.0  # goals for VARLEN in real tokens per second
 SAME_LOSS = 1e-5
@@ -155,7 +156,7 @@ def _contenders(lengths: np.ndarray, tokens: np.ndarray, options: argparse.Names
 def _batches(
     index: PackedIndex, tokens: np.ndarray, mechanism: Mechanism | None, at_once: int, options: argparse.Namespace
 ) -> list[Batch]:
-    documents: Any = SimpleNamespace(tokens=_Tokens(tokens), end_id=1)
+    documents: Any = SimpleNamespace(tokens=MemoryTokens(tokens), end_id=1)
     blocks = PackedBlocks(documents, index)
     order = np.argsort(index.piece_lengths) if mechanism == "single" else np.arange(len(blocks))
     collate = PackedCollator(mechanism)
@@ -164,19 +165,6 @@ def _batches(
         {key: value.to(options.device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
         for batch in batches
     ]
-
-
-class _Tokens:
-    """Tokens in memory with the interface of `TokenBuffer`."""
-
-    def __init__(self, tokens: np.ndarray) -> None:
-        self.tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def read(self, start: int, length: int) -> np.ndarray:
-        return self.tokens[start : start + length]
 
 
 # -- model ------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ import pyarrow as pa
 
 from hfpretrain.data.collator import PackedBlocks
 from hfpretrain.data.packing import PackedIndex, pack_best_fit, pack_concat
+from memory_tokens import MemoryTokens
 
 try:
     import trl.data_utils as trl_data
@@ -105,7 +106,7 @@ def _ours(
     lengths: np.ndarray,
     sequence_length: int,
 ) -> Result:
-    documents: Any = SimpleNamespace(tokens=_Buffer(tokens), end_id=0)
+    documents: Any = SimpleNamespace(tokens=MemoryTokens(tokens), end_id=0)
 
     def work() -> PackedIndex:
         return pack(lengths, sequence_length)
@@ -129,17 +130,6 @@ def _timed(work: Callable[[], Any], read: Callable[[Any], None]) -> tuple[Any, f
         read(outcome)
         together.append(time.perf_counter() - begin)
     return outcome, min(alone), min(together)
-
-
-class _Buffer:
-    def __init__(self, tokens: np.ndarray) -> None:
-        self.tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def read(self, start: int, length: int) -> np.ndarray:
-        return self.tokens[start : start + length]
 
 
 def _as_arrow_file(tokens: np.ndarray, lengths: np.ndarray, folder: Path) -> str:

@@ -43,6 +43,7 @@ from hfpretrain.training.optimizer import parameter_groups
 from hfpretrain.training.schedule import lr_factor
 from hfpretrain.training.trainer import PretrainTrainer
 from machine import describe_machine
+from memory_tokens import MemoryTokens
 
 GOAL = 0.97
 PEAK_LR, WEIGHT_DECAY, BETAS, EPS = 1e-3, 0.1, (0.9, 0.95), 1e-8
@@ -110,7 +111,7 @@ def _training_steps(options: argparse.Namespace, num_steps: int) -> TrainingStep
     lengths = np.maximum(drawn, 3)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1]
     tokens = generator.integers(2, options.vocab_size, int(lengths.sum()), dtype=np.uint16)
-    documents: Any = SimpleNamespace(tokens=_Tokens(tokens), end_id=1)
+    documents: Any = SimpleNamespace(tokens=MemoryTokens(tokens), end_id=1)
     index = pack_concat(lengths, options.sequence_length)
     return TrainingSteps(
         PackedBlocks(documents, index),
@@ -123,19 +124,6 @@ def _training_steps(options: argparse.Namespace, num_steps: int) -> TrainingStep
         collator=PackedCollator(),
         num_steps=num_steps,
     )
-
-
-class _Tokens:
-    """Tokens in memory with the interface of `TokenBuffer`."""
-
-    def __init__(self, tokens: np.ndarray) -> None:
-        self.tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def read(self, start: int, length: int) -> np.ndarray:
-        return self.tokens[start : start + length]
 
 
 def _model(options: argparse.Namespace) -> Any:

@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
         per_device_train_batch_size=args.per_device_train_batch_size,
         rank=args.process_index,
         world_size=args.world_size,
-        collator=isolation[-1].collator() if isolation else PackedCollator(None),
+        collator=PackedCollator(None),  # the trainer puts the one that isolates in its place
         num_steps=run.num_steps,
     )
     trainer = PretrainTrainer(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
-from architectures import tiny_config, tiny_model
+from architectures import tiny_config
 from hfpretrain.errors import ConfigError
 from hfpretrain.loss import IGNORE_INDEX, FusedLoss, fuse_loss, shift_labels
 from loss_architectures import by_hand, examine, relative
@@ -166,11 +166,6 @@ def test_another_loss_of_the_model_itself_is_said() -> None:
     model.loss_function = lambda logits, labels, vocab_size, **_: F.cross_entropy(
         logits.flatten(0, 1), shift_labels(labels).flatten(), label_smoothing=0.5
     )
-    logits_of = model.forward
-    with torch.no_grad():
-        labels = _batch()["labels"]
-        assert logits_of(**_batch()).loss is not None
-        assert labels is not None
     assert "own loss is another" not in str(fuse_loss(_model()).verdict)
     model.lm_head.weight.data.mul_(20)  # far from uniform, so that smoothing costs something
     assert "own loss is another" in str(fuse_loss(model).verdict)
@@ -317,7 +312,7 @@ def test_a_stock_trainer_is_token_exact_under_accumulation(tmp_path: Path) -> No
     (whole, whole_loss), (cut, cut_loss) = trained
     assert all(torch.allclose(whole[name], cut[name], atol=1e-5) for name in whole)
     assert any(not torch.equal(whole[name], value) for name, value in _model().state_dict().items())
-    assert whole_loss == pytest.approx(cut_loss, rel=0.2)
+    assert whole_loss == pytest.approx(cut_loss, rel=1e-4)
 
 
 def test_every_family_of_the_table_is_there() -> None:
@@ -326,4 +321,3 @@ def test_every_family_of_the_table_is_there() -> None:
     names = {name for family in FAMILIES.values() for name in family}
     assert len(names) >= 25
     assert all(f"| {name} | fused |" in table for name in names)
-    assert tiny_model("llama").config.vocab_size == 256

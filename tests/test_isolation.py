@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from hfpretrain.data.collator import PackedCollator
-from hfpretrain.data.isolation import Leak, assert_isolated, measure_leak
+from hfpretrain.data.isolation import Leak, measure_leak
 from hfpretrain.model import build_model
+from hfpretrain.training.separation import assert_isolated
 
 VOCABULARY = 97
 LLAMA_LIKE = {

@@ -186,7 +186,7 @@ def test_blocks_agree_with_torch(vocabulary: int) -> None:
     torch.testing.assert_close(gradient, expected, atol=2e-7, rtol=1e-5)
 
 
-def test_only_one_chunk_of_scores_lives_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_chunk_of_scores_lives_at_a_time() -> None:
     """The largest tensor made, forward and backward, is one chunk of scores."""
     made: list[int] = []
 

@@ -10,7 +10,6 @@ document seen in the earlier ones, and the *first* document in its row against t
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hfpretrain.data.collator import Mechanism, PackedCollator
 
@@ -179,40 +177,6 @@ def measure_leak(
         "packed instead of alone": _Measured(alone_difference, alone_noise, same, _CAUSAL_ALONE),
     }
     return _verdict(measured, scale=float(torch.cat(row).std()))
-
-
-def assert_isolated(model: PreTrainedModel, collator: PackedCollator | None = None) -> Leak:
-    """The verdict on a model that is not wrapped, in eval mode for as long as this takes; its documents must be apart.
-
-    Args:
-        collator: `PackedCollator()` if not given.
-
-    Raises:
-        AssertionError: documents see each other, or are not what they are alone; with the measured numbers.
-    """
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-
-    def forward(batch: Mapping[str, Any]) -> Tensor:
-        known = {name: value for name, value in batch.items() if takes_any or name in parameters}
-        logits: Tensor = model(**known, **({"use_cache": False} if "use_cache" in parameters else {})).logits
-        return logits
-
-    was_training = model.training
-    model.eval()
-    try:
-        leak = measure_leak(
-            forward,
-            vocab_size=model.config.get_text_config().vocab_size,
-            device=model.device,
-            collator=PackedCollator() if collator is None else collator,
-            alone=forward,
-        )
-    finally:
-        model.train(was_training)
-    if not leak.isolated:
-        raise AssertionError(f"{type(model).__name__}: {leak.detail}")
-    return leak
 
 
 @torch.no_grad()

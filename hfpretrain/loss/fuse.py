@@ -240,7 +240,7 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
         own = fused._original
         if labels is None or not fused._active:
             return own(*args, **(kwargs if labels is None else kwargs | {"labels": labels}))
-        named = inspect.signature(own).bind_partial(*args).arguments
+        named = inspect.signature(own).bind_partial(*args).arguments if args else {}
         return fused.output(labels, num_items_in_batch, named | kwargs)
 
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)

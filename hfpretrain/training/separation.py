@@ -10,8 +10,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpretrain.attention import TORCH_VARLEN
+from hfpretrain.data.collator import PackedCollator
 from hfpretrain.data.isolation import Leak, Way, measure_leak, measure_single
 from hfpretrain.errors import Problem
+from hfpretrain.loss.forward import LogitsForward
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,38 @@ def separate(
     finally:
         wrapped.train(was_training)
     return Separation(None, tuple(tried))
+
+
+def assert_isolated(model: PreTrainedModel, collator: PackedCollator | None = None) -> Leak:
+    """The verdict on a model that is not wrapped, in eval mode for as long as this takes; its documents must be apart.
+
+    Args:
+        collator: `PackedCollator()` if not given.
+
+    Raises:
+        AssertionError: documents see each other, or are not what they are alone; with the measured numbers.
+    """
+    forward = LogitsForward(model)
+
+    def logits(batch: dict[str, Any]) -> torch.Tensor:
+        found: torch.Tensor = forward(model, batch).logits
+        return found
+
+    was_training = model.training
+    model.eval()
+    try:
+        leak = measure_leak(
+            logits,
+            vocab_size=model.config.get_text_config().vocab_size,
+            device=model.device,
+            collator=collator or PackedCollator(),
+            alone=logits,
+        )
+    finally:
+        model.train(was_training)
+    if not leak.isolated:
+        raise AssertionError(f"{type(model).__name__}: {leak.detail}")
+    return leak
 
 
 def _measure(
