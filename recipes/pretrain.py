@@ -18,7 +18,6 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -33,7 +32,7 @@ from hfpretrain.data.spans import iter_texts
 from hfpretrain.data.steps import TrainingSteps
 from hfpretrain.data.tokenizer import load_tokenizer
 from hfpretrain.errors import ConfigError, refuse
-from hfpretrain.launch_checks import check_agreement
+from hfpretrain.launch_checks import check_agreement, close_process_group
 from hfpretrain.model import build_model, load_config, load_model
 from hfpretrain.preflight import check_data, check_model, check_start, isolation_ways, model_notes, schedule
 from hfpretrain.run_record import write_run_json
@@ -175,5 +174,4 @@ if __name__ == "__main__":
     except (ConfigError, SourceError) as error:
         sys.exit(str(error) if os.environ.get("RANK", "0") == "0" else 1)  # every rank found the same
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        close_process_group()

@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, TrainingArguments
 
+from hfpretrain.launch_checks import close_process_group
 from hfpretrain.model import build_model, parameter_count, true_shape
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}
@@ -73,7 +74,7 @@ def main() -> None:
             print("RESULT", json.dumps(results), flush=True)
         del arguments
         torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+        close_process_group()
 
 
 if __name__ == "__main__":

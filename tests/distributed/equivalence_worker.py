@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from transformers import TrainingArguments
 
 from hfpretrain.data.collator import PackedCollator
 from hfpretrain.data.order import BlockOrder
 from hfpretrain.data.steps import TrainingSteps
+from hfpretrain.launch_checks import close_process_group
 from hfpretrain.model import build_model
 from hfpretrain.training.schedule import lr_factor
 from hfpretrain.training.trainer import PretrainTrainer
@@ -93,5 +93,4 @@ if __name__ == "__main__":
     for case in sys.argv[2:]:
         name, rows = case.split(":")
         train(name, int(rows), out)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    close_process_group()

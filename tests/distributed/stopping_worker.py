@@ -7,12 +7,11 @@ import signal
 import sys
 from typing import Any
 
-import torch.distributed as dist
-
 from launching import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "recipes"))
 import pretrain
+from hfpretrain.launch_checks import close_process_group
 from hfpretrain.training.trainer import PretrainTrainer
 
 original = PretrainTrainer.training_step
@@ -26,4 +25,4 @@ def training_step(self: PretrainTrainer, *args: Any) -> Any:
 
 PretrainTrainer.training_step = training_step  # type: ignore[method-assign,assignment]
 pretrain.main(sys.argv[1:])
-dist.destroy_process_group()
+close_process_group()
