@@ -60,7 +60,7 @@ def main() -> None:
 
 
 class Turns(TrainerCallback):
-    """Hooks on before even steps, off before odd ones; (clock, CPU) seconds from one beginning of a step to the next."""
+    """Hooks on before even steps, off before odd ones; (clock, CPU) seconds from one step's beginning to the next."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -113,7 +113,7 @@ def _report(turns: Turns, trainer: PretrainTrainer, options: argparse.Namespace)
         ratios = sorted(a / b for a, b in zip(measured, plain, strict=True))
         quarter = len(ratios) // 4
         print(
-            f"{kind:7}{1e3 * statistics.median(measured):>9.2f} ms measured{1e3 * statistics.median(plain):>9.2f} ms not"
+            f"{kind:7}{1e3 * statistics.median(measured):>9.2f} ms with, {1e3 * statistics.median(plain):.2f} without"
             f"{statistics.median(ratios):>9.4f} ratio (half of the pairs {ratios[quarter]:.3f} to "
             f"{ratios[-quarter - 1]:.3f}; goal {GOAL})"
         )
