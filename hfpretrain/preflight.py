@@ -94,6 +94,12 @@ def derive(args: PretrainArguments, data_args: DataArguments, *, world_size: int
         problems.append(Problem(what, given, _source(args, "batch_tokens"), remedy))
     micro_batches = math.ceil(math.ceil(rows / world_size) / args.per_device_train_batch_size)
     problems += _accumulation(args, micro_batches, rows=rows, world_size=world_size)
+    if args.log_noise_scale and micro_batches * world_size < 2:
+        what = "the noise scale compares micro-batches of one step, and a step is one micro-batch here"
+        remedy = f"per_device_train_batch_size of at most {max(rows // 2, 1)}"
+        remedy = remedy if rows > 1 else "batch_tokens of at least two rows"
+        given = f"{rows} row(s) at once, 1 process, log_noise_scale: {args.log_noise_scale}"
+        problems.append(Problem(what, given, _source(args, "log_noise_scale"), remedy))
     warmup_steps, decay_steps = _schedule_lengths(args, num_steps, problems)
     refuse(problems)
     total = num_steps * args.batch_tokens

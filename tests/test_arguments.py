@@ -187,6 +187,10 @@ def test_a_flag_without_a_value() -> None:
         ("--warmup_ratio 0.1", "warmup_fraction"),
         ("--learning_rate=-1", "at least 0"),
         ("--z_loss_weight=-1e-4", "at least 0"),
+        ("--log_noise_scale=-1", "at least 0"),
+        ("--skip_spikes 2", "at least 3"),
+        ("--skip_spikes 8 --fp16 true", "loss scale"),
+        ("--log_noise_scale 10 --fp16 true", "bf16, or log_noise_scale: 0"),
     ],
 )
 def test_contradictions(words: str, expected: str) -> None:

@@ -16,7 +16,7 @@ ALLOWED = {
 }
 PURE = [
     *("data.packing", "data.order", "training.schedule", "errors"),
-    *("planning.flops", "planning.budget", "planning.scaling_laws"),
+    *("training.noise_estimate", "planning.flops", "planning.budget", "planning.scaling_laws"),
 ]
 
 

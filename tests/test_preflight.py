@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from hfpretrain.arguments import parse
 from hfpretrain.errors import ConfigError
-from hfpretrain.launch_checks import check_deepspeed, check_launch, verify_engine
+from hfpretrain.launch_checks import check_deepspeed, check_launch, verify_engine, verify_gradient_signals
 from hfpretrain.preflight import RunLength, check_data, check_model, check_start, derive, model_notes
 
 ROOT = Path(__file__).parent.parent
@@ -46,6 +46,34 @@ def test_micro_batches(world_size: int, per_device: int, micro_batches: int) -> 
     assert length(f"{words} --gradient_accumulation_steps {micro_batches}", world_size=world_size)
     with pytest.raises(ConfigError, match=f"= {micro_batches}\n"):
         length(f"{words} --gradient_accumulation_steps {micro_batches + 1}", world_size=world_size)
+
+
+def test_a_noise_scale_that_can_never_be_measured() -> None:
+    """A step of one micro-batch has nothing to compare."""
+    words = "--max_steps 10 --log_noise_scale 1 --per_device_train_batch_size"
+    with pytest.raises(ConfigError, match=r"remedy: per_device_train_batch_size of at most 8"):
+        length(f"{words} 16")
+    assert length(f"{words} 8")
+    assert length(f"{words} 16", world_size=2)
+    with pytest.raises(ConfigError, match="remedy: batch_tokens of at least two rows"):
+        length(f"{words} 16 --batch_tokens 512")
+
+
+def test_gradients_that_say_nothing_about_a_step() -> None:
+    def accelerator(**sizes: int) -> SimpleNamespace:
+        return SimpleNamespace(parallelism_config=SimpleNamespace(**sizes) if sizes else None)
+
+    def deepspeed(**config: Any) -> SimpleNamespace:
+        return launched(deepspeed_plugin=SimpleNamespace(hf_ds_config=SimpleNamespace(config=config)))
+
+    assert verify_gradient_signals(accelerator(), launched()) == []
+    assert verify_gradient_signals(accelerator(tp_size=1, cp_size=1), deepspeed(sequence_parallel_size=1)) == []
+    (problem,) = verify_gradient_signals(accelerator(tp_size=2), launched())
+    assert "tp_size: 2" in problem.given
+    (problem,) = verify_gradient_signals(accelerator(), deepspeed(sequence_parallel_size=4))
+    assert "sequence_parallel_size: 4" in problem.given
+    (problem,) = verify_gradient_signals(accelerator(), deepspeed(zero_optimization={"compute_grad_norm": False}))
+    assert "compute_grad_norm" in problem.remedy
 
 
 def test_more_processes_than_rows() -> None:

@@ -125,6 +125,13 @@ def _ranges(book: _Book) -> None:
     book.between("weight_decay", 0, inf)
     book.between("max_grad_norm", 0, inf)
     book.between("z_loss_weight", 0, inf)
+    book.between("log_noise_scale", 0, inf)
+    if book.values.skip_spikes != 0:
+        book.between("skip_spikes", 3, inf, why="below 3 robust standard deviations steps are ordinary; 0 turns it off")
+    for name in ("log_noise_scale", "skip_spikes"):
+        if getattr(book.values, name) and book.values.fp16:
+            what = "gradient norms contain fp16's changing loss scale, in another way at each ZeRO stage"
+            book.note(name, f"{what}, so {name} would be wrong", f"bf16, or {name}: 0", also=("fp16",))
     book.between("warmup_fraction", 0, 1)
     book.between("decay_fraction", 0, 1)
     book.between("decay_steps", 0, inf)

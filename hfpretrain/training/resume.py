@@ -27,6 +27,7 @@ class PretrainState:
         fingerprint: settings that fix which data a step number means.
         world_size: ranks that saved it.
         window: sums since the last log line.
+        noise_scale, spikes: averages and history, None where they are off.
     """
 
     num_steps: int
@@ -35,6 +36,8 @@ class PretrainState:
     fingerprint: dict[str, Any]
     world_size: int
     window: LogWindow = field(default_factory=LogWindow)
+    noise_scale: dict[str, Any] | None = None
+    spikes: dict[str, Any] | None = None
 
     def write(self, folder: Path) -> None:
         (folder / PRETRAIN_STATE).write_text(json.dumps(asdict(self), indent=2) + "\n")
