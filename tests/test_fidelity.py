@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ByT5Tokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
 from hfpretrain.bpb.fidelity import encode, tokenizer_disagreement
 from hfpretrain.data.tokenizer import byte_tokenizer
@@ -65,8 +65,8 @@ def _spm(*, normalizer: Any = None, eats_space: bool = False) -> PreTrainedToken
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-@pytest.mark.parametrize("tokenizer", [byte_tokenizer(), _spm()], ids=["bytes", "spm"])
-def test_edge_texts_come_back_byte_by_byte(tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.parametrize("tokenizer", [byte_tokenizer(), _spm(), ByT5Tokenizer()], ids=["bytes", "spm", "slow"])
+def test_edge_texts_come_back_byte_by_byte(tokenizer: Any) -> None:
     encoded = encode(tokenizer, list(EDGES.values()))
     assert encoded.lossy == [""] * len(EDGES)
     assert encoded.text_bytes.tolist() == [len(text.encode()) for text in EDGES.values()]
