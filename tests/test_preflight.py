@@ -14,7 +14,8 @@ from transformers import AutoConfig
 from hfpretrain.arguments import parse
 from hfpretrain.errors import ConfigError
 from hfpretrain.launch_checks import check_deepspeed, check_launch, verify_engine
-from hfpretrain.preflight import RunLength, check_data, check_model, check_start, derive, model_notes
+from hfpretrain.preflight import check_data, check_model, check_start, model_notes
+from hfpretrain.training.run_length import RunLength, derive
 
 ROOT = Path(__file__).parent.parent
 BASE = [
