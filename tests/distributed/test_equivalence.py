@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +36,13 @@ CASES = {"single": ("llama:1", "llama:2", "llama:4", "gpt2:2")} | dict.fromkeys(
 WORKER = Path(__file__).with_name("equivalence_worker.py")
 
 
-def reference(model_type: str, *, mean_of_means: bool = False) -> dict:
+def reference(
+    model_type: str,
+    *,
+    mean_of_means: bool = False,
+    step_rows: Sequence[int] = (ROWS,) * NUM_STEPS,
+    factor: Callable[[int], float] = partial(lr_factor, **SCHEDULE),
+) -> dict:
     """The training in float64, document by document, with AdamW written out (seed document, section 2.3.8).
 
     Cross-entropy plus z-loss, both from the logits of one document at a time.
@@ -45,9 +53,9 @@ def reference(model_type: str, *, mean_of_means: bool = False) -> dict:
     second = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     order, blocks, losses, norms = BlockOrder(NUM_BLOCKS, SEED), RaggedBlocks(), [], []
     logged: dict[str, list[float]] = {"z_loss": [], "log_z_mean": [], "logit_max": []}
-    for step in range(NUM_STEPS):
+    for step, num_rows in enumerate(step_rows):
         model.zero_grad()
-        rows = [blocks[order.block_at(step * ROWS + row)] for row in range(ROWS)]
+        rows = [blocks[order.block_at(sum(step_rows[:step]) + row)] for row in range(num_rows)]
         pieces = [
             np.split(row["input_ids"][: row["piece_lengths"].sum()], np.cumsum(row["piece_lengths"])[:-1])
             for row in rows
@@ -64,17 +72,17 @@ def reference(model_type: str, *, mean_of_means: bool = False) -> dict:
                 log_z = logits.logsumexp(-1)
                 nats = (log_z - logits[torch.arange(len(piece) - 1), ids[0, 1:]]).sum()
                 objective = nats + Z_LOSS_WEIGHT * log_z.square().sum()
-                (objective / (row_tokens * ROWS if mean_of_means else total)).backward()
+                (objective / (row_tokens * num_rows if mean_of_means else total)).backward()
                 squares, log_zs = squares + log_z.square().sum().item(), log_zs + log_z.sum().item()
                 largest = max(largest, logits.abs().max().item())
-                summed += nats.item() / (row_tokens * ROWS) * total if mean_of_means else nats.item()
+                summed += nats.item() / (row_tokens * num_rows) * total if mean_of_means else nats.item()
         norm = math.sqrt(sum(p.grad.pow(2).sum().item() for p in model.parameters()))
         losses.append(summed / total)
         logged["z_loss"].append(Z_LOSS_WEIGHT * squares / total)
         logged["log_z_mean"].append(log_zs / total)
         logged["logit_max"].append(largest)
         norms.append(norm)
-        rate = LEARNING_RATE * lr_factor(step, **SCHEDULE)
+        rate = LEARNING_RATE * factor(step)
         for name, p in model.named_parameters():
             grad = p.grad * min(1.0, MAX_GRAD_NORM / (norm + 1e-6))
             first[name] = 0.9 * first[name] + 0.1 * grad
