@@ -41,12 +41,13 @@ def reference(
     *,
     mean_of_means: bool = False,
     step_rows: Sequence[int] = (ROWS,) * NUM_STEPS,
-    factor: Callable[[int], float] = partial(lr_factor, **SCHEDULE),
+    factor: Callable[[int], float] | None = None,
 ) -> dict:
     """The training in float64, document by document, with AdamW written out (seed document, section 2.3.8).
 
     Cross-entropy plus z-loss, both from the logits of one document at a time.
     """
+    factor = factor or partial(lr_factor, **SCHEDULE)
     model = build_model(tiny_config(model_type), seed=SEED).double().train()
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     first = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
