@@ -198,3 +198,25 @@ def _verify_deepspeed(engine: nn.Module, config: Mapping[str, Any], args: Any) -
         given = f"{engine.gradient_clipping()}, max_grad_norm: {args.max_grad_norm}"
         problems.append(Problem(what, given, "wrapped model", '"gradient_clipping": "auto"'))
     return problems
+
+
+def verify_gradient_signals(accelerator: Any, args: Any) -> list[Problem]:
+    """Can the noise scale and spikes be read off gradients here? Both need the norm of the gradient of a whole step,
+    and every rank must have samples of its own."""
+    problems = []
+    config = deepspeed_config(args) or {}
+    if config.get("zero_optimization", {}).get("compute_grad_norm", True) is False:
+        what = "log_noise_scale and skip_spikes need the gradient norm, which this configuration does not compute"
+        given = "zero_optimization.compute_grad_norm: false"
+        problems.append(Problem(what, given, "DeepSpeed configuration", "remove compute_grad_norm"))
+    parallel = accelerator.parallelism_config
+    sizes = {name: getattr(parallel, name, 1) for name in ("tp_size", "cp_size", "sp_size")}
+    sizes["tensor_parallel.autotp_size"] = config.get("tensor_parallel", {}).get("autotp_size") or 1
+    sizes["sequence_parallel_size"] = config.get("sequence_parallel_size", 1)
+    split = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 1}
+    if split:
+        what = "ranks that share one sample are no independent micro-batches, and their norms are parts of one"
+        given = ", ".join(f"{name}: {size}" for name, size in split.items())
+        remedy = "log_noise_scale: 0 and skip_spikes: 0, or data parallelism only"
+        problems.append(Problem(what, given, "accelerate or DeepSpeed configuration", remedy))
+    return problems

@@ -124,6 +124,8 @@ def main(argv: list[str] | None = None) -> None:
         fingerprint={"data": report.fingerprint, "packing": data_args.packing, "order_seed": order_seed},
         flops=flops,
         z_loss_weight=args.z_loss_weight,
+        log_noise_scale=args.log_noise_scale,
+        skip_spikes=args.skip_spikes,
     )
     if args.preflight_only:
         trainer.check()

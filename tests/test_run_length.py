@@ -148,7 +148,10 @@ def test_ramp_that_cannot_be() -> None:
 
 def test_a_ramp_by_measurement() -> None:
     words = "--batch_ramp noise_scale:4Ki,steps:5 --batch_tokens 32Ki --total_tokens 201Ki --log_noise_scale 1"
-    _, data_args, args = parse([*MODEL, *ROWS, *words.split(), "--dataloader_num_workers", "3"])
+    with pytest.raises(ConfigError, match="a step is one micro-batch here"):  # 8 rows at once: never defined, no growth
+        planned(words)
+    words += " --per_device_train_batch_size 4 --dataloader_num_workers 3"
+    _, data_args, args = parse([*MODEL, *ROWS, *words.split()])
     run = derive(args, data_args, world_size=1)
     assert (run.num_steps, run.rows_per_step, run.ramp.stages) == (50, 64, (Stage(0, 0, 8),))
     assert "at most 50 steps" in str(run)

@@ -262,6 +262,18 @@ class PretrainArguments(TrainingArguments):
             "of transformers."
         },
     )
+    log_noise_scale: int = _arg(
+        0,
+        "Measure the gradient noise scale every N optimizer steps and log it, with its standard error, and what this "
+        "batch costs in steps and tokens if it is the critical batch (published results disagree whether it is). 0: "
+        "off. 10 costs next to nothing; every step about 1%% (measured, CPU).",
+    )
+    skip_spikes: float = _arg(
+        0.0,
+        "Leave out the update of a step whose loss or gradient norm (before clipping) is this many robust standard "
+        "deviations above the median of the last 128 accepted steps; 10 in a row stop the run. 0: off. 8 is a start: "
+        "about one ordinary step in ten thousand has a gradient norm beyond it.",
+    )
     eval_strategy: str = _arg(
         "steps",
         "no or steps. Default: steps, or no where validation_fraction is 0.",

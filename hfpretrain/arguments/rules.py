@@ -126,6 +126,13 @@ def _ranges(book: _Book) -> None:
     book.between("weight_decay", 0, inf)
     book.between("max_grad_norm", 0, inf)
     book.between("z_loss_weight", 0, inf)
+    book.between("log_noise_scale", 0, inf)
+    if book.values.skip_spikes != 0:
+        book.between("skip_spikes", 3, inf, why="below 3 robust standard deviations steps are ordinary; 0 turns it off")
+    for name in ("log_noise_scale", "skip_spikes"):
+        if getattr(book.values, name) and book.values.fp16:
+            what = "gradient norms contain fp16's changing loss scale, in another way at each ZeRO stage"
+            book.note(name, f"{what}, so {name} would be wrong", f"bf16, or {name}: 0", also=("fp16",))
     book.between("warmup_fraction", 0, 1)
     book.between("decay_fraction", 0, 1)
     book.between("decay_steps", 0, inf)
@@ -174,6 +181,9 @@ def _ramp(book: _Book) -> None:
     if ramp.start_tokens >= v.batch_tokens:
         what = "the ramp's first batch leaves no room to grow"
         book.note("batch_ramp", what, "batch_tokens is the largest batch: raise it", also=("batch_tokens",))
+    if not v.log_noise_scale:
+        what = "the ramp follows the noise scale, which is not measured"
+        book.note("log_noise_scale", what, "log_noise_scale: 1, or 10 where steps are short", also=("batch_ramp",))
     if v.max_steps > 0:
         what = "with a batch that grows by measurement the number of steps is not known, the run ends on tokens"
         book.note("max_steps", what, "give total_tokens in its place", also=("batch_ramp",))

@@ -31,6 +31,7 @@ class PretrainState:
         world_size: ranks that saved it.
         batch: rows per step so far and as planned, see `adaptive_ramp.saved_batch`.
         window: sums since the last log line.
+        noise_scale, spikes: averages and history, None where they are off.
     """
 
     num_steps: int
@@ -40,6 +41,8 @@ class PretrainState:
     world_size: int
     batch: dict[str, Any]
     window: LogWindow = field(default_factory=LogWindow)
+    noise_scale: dict[str, Any] | None = None
+    spikes: dict[str, Any] | None = None
 
     def write(self, folder: Path) -> None:
         (folder / PRETRAIN_STATE).write_text(json.dumps(asdict(self), indent=2) + "\n")

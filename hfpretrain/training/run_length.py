@@ -14,7 +14,7 @@ from hfpretrain.arguments.rules import check_length
 from hfpretrain.arguments.types import NoiseScaleRamp, batch_ramp
 from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.training.adaptive_ramp import AdaptiveRamp
-from hfpretrain.training.batch_ramp import BatchRamp, batch_lr_factor, plan_ramp, ramp_lr_factor
+from hfpretrain.training.batch_ramp import BatchRamp, Stage, batch_lr_factor, plan_ramp, ramp_lr_factor
 from hfpretrain.training.schedule import check_schedule, resolve_steps
 
 DEFAULT_WARMUP_FRACTION = 0.02
@@ -103,6 +103,7 @@ def derive(args: PretrainArguments, data_args: DataArguments, *, world_size: int
     for stage in ramp.stages if growth is None else (*ramp.stages, replace(ramp.stages[0], rows=rows)):
         micro_batches = math.ceil(math.ceil(stage.rows / world_size) / args.per_device_train_batch_size)
         problems += _accumulation(args, micro_batches, rows=stage.rows, world_size=world_size)
+    problems += _noise_scale(args, ramp.stages[0] if growth else ramp.stages[-1], world_size=world_size)
     warmup_steps, decay_steps = _schedule_lengths(args, ramp, problems)
     refuse(problems)
     return RunLength(
@@ -198,6 +199,17 @@ def _accumulation(args: PretrainArguments, micro_batches: int, *, rows: int, wor
     )
     remedy = "leave it out; batch_tokens and per_device_train_batch_size decide it"
     return [Problem(what, str(asked), source_of(args, "gradient_accumulation_steps"), remedy)]
+
+
+def _noise_scale(args: PretrainArguments, stage: Stage, *, world_size: int) -> list[Problem]:
+    """It must be defined in some stage of a given ramp, and in the first of one that follows it."""
+    if not args.log_noise_scale or world_size > 1 or stage.rows > args.per_device_train_batch_size:
+        return []
+    what = "the noise scale compares micro-batches of one step, and a step is one micro-batch here"
+    remedy = f"per_device_train_batch_size of at most {max(stage.rows // 2, 1)}"
+    remedy = remedy if stage.rows > 1 else "batch_tokens of at least two rows"
+    given = f"{stage.rows} row(s) at once, 1 process, log_noise_scale: {args.log_noise_scale}"
+    return [Problem(what, given, source_of(args, "log_noise_scale"), remedy)]
 
 
 def _schedule_lengths(args: PretrainArguments, ramp: BatchRamp, problems: list[Problem]) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,16 +25,18 @@ from transformers.utils import logging
 from hfpretrain.data.isolation import Way
 from hfpretrain.data.steps import EqualSteps, StepSampler, TrainingSteps
 from hfpretrain.errors import Problem, refuse
-from hfpretrain.launch_checks import verify_engine
+from hfpretrain.launch_checks import verify_engine, verify_gradient_signals
 from hfpretrain.loss import FusedLoss, LossOutput, count_targets
 from hfpretrain.training.adaptive_ramp import AdaptiveRamp, saved_batch
 from hfpretrain.training.batch_ramp import BatchRamp, Stage
 from hfpretrain.training.counters import LocalSums, LogWindow, StepSums
 from hfpretrain.training.evaluation import EvaluationWindows, evaluate_bits_per_byte
+from hfpretrain.training.noise_scale import NoiseScale
 from hfpretrain.training.optimizer import build_optimizer, describe_groups, parameter_groups
 from hfpretrain.training.resume import PretrainState, apply_asked, hyperparameters, read_state
 from hfpretrain.training.saving import WholeCheckpointTrainer
 from hfpretrain.training.separation import separate
+from hfpretrain.training.spikes import SpikeGuard
 from hfpretrain.training.throughput import Throughput, TokenFlops, device_peak_flops
 
 logger = logging.get_logger(__name__)
@@ -66,6 +69,9 @@ class PretrainTrainer(WholeCheckpointTrainer):
         flops: FLOPs of one input token, for `total_flos` and, on a device whose peak is known, MFU.
         z_loss_weight: of (log Z)^2 beside the cross-entropy, 0 for none; see `hfpretrain.loss`. The loss is put on
             `model` until `fused_loss.remove()`; before the first step it is compared with the model's own logits.
+        log_noise_scale: measure the gradient noise scale at each such step, 0: never; see `noise_scale`.
+        skip_spikes: leave out updates of steps whose loss or gradient norm is so many robust standard deviations above
+            the median of those before, 0: none; see `spikes`.
     """
 
     def __init__(
@@ -81,6 +87,8 @@ class PretrainTrainer(WholeCheckpointTrainer):
         isolation: Sequence[Way] = (),
         flops: TokenFlops | None = None,
         z_loss_weight: float = 0.0,
+        log_noise_scale: int = 0,
+        skip_spikes: float = 0.0,
         **kwargs: Any,
     ) -> None:
         if args.gradient_accumulation_steps != 1:
@@ -101,6 +109,8 @@ class PretrainTrainer(WholeCheckpointTrainer):
         self.isolation = isolation
         self.flops = flops or TokenFlops()
         self.fused_loss = FusedLoss(model, z_loss_weight=z_loss_weight)
+        self.noise_scale = NoiseScale(model, every=log_noise_scale) if log_noise_scale else None
+        self.spikes = SpikeGuard(skip_spikes, device=args.device) if skip_spikes else None
         self.throughput = Throughput(world_size=args.world_size, peak_flops=device_peak_flops())
         self.target_tokens_seen = 0
         self._stop_asked = False  # here, perhaps in the middle of a step
@@ -170,7 +180,10 @@ class PretrainTrainer(WholeCheckpointTrainer):
                 sums.add(output)
                 if is_last:
                     total = self._gather(sums.row(), num_items_in_batch)
+                    self._announce(total)
                 self._backward(model, cast(torch.Tensor, output.loss) * self.args.world_size, is_last)
+                if self.noise_scale is not None:
+                    self.noise_scale.end_micro_batch(cast(torch.Tensor, output.target_tokens))
         self.target_tokens_seen += total.target_tokens
         self._window.add(total)
         self._step_done = total
@@ -199,9 +212,10 @@ class PretrainTrainer(WholeCheckpointTrainer):
         engine.set_gradient_accumulation_boundary(is_boundary=is_last)
         engine.backward(loss, scale_wrt_gas=False)
         if is_last:
-            norm_before_step = self._unpartitioned_grad_norm(engine)
+            self._grad_norm = self._unpartitioned_grad_norm(engine)
             engine.step()
-            self._grad_norm = norm_before_step if norm_before_step is not None else engine.get_global_grad_norm()
+            if self._grad_norm is None:
+                self._grad_norm = engine.get_global_grad_norm()
 
     def _unpartitioned_grad_norm(self, engine: Any) -> float | None:
         """ZeRO 0 in fp32 keeps no norm (DeepSpeed#7255): take it from the reduced gradients before they are clipped."""
@@ -236,17 +250,49 @@ class PretrainTrainer(WholeCheckpointTrainer):
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> float | None:
         """Global norm before clipping, at every ZeRO stage; also counts clipped steps."""
         norm = self._grad_norm if self.is_deepspeed_enabled else super()._get_grad_norm(model, grad_norm)
-        norm = float(norm) if norm is not None else None
+        norm = self._grad_norm = float(norm) if norm is not None else None
         if norm is not None:
             self._window.clipped_steps += int(0 < self.args.max_grad_norm < norm)
             # fp16 overflows on purpose now and then: its loss scaler skips the step and tries a smaller scale.
             if not math.isfinite(norm) and not self.args.fp16:
-                step, made = self.state.global_step, "was" if self.is_deepspeed_enabled else "was not"
+                made = "was" if self.is_deepspeed_enabled and self.spikes is None else "was not"
+                step = self.state.global_step
                 raise NonFiniteLossError(
                     f"gradient norm is {norm} at step {step} though the loss is finite; data position "
                     f"{self.steps.position(step)}. The update {made} made. Resume from the last checkpoint."
                 )
         return norm
+
+    # -- noise scale and spikes ---------------------------------------------------------------------------------------
+
+    def _announce(self, total: StepSums) -> None:
+        """Tell the spike guard about a step whose update comes next."""
+        if self.spikes is not None:
+            step = self.state.global_step
+            where = f"data position {self.steps.position(step)}"
+            self.spikes.begin(step, total.loss, self._norm_during_update, where=where)
+
+    def _norm_during_update(self) -> float:
+        """Global norm before clipping, while the update is under way: from ZeRO 1 on the engine makes it there."""
+        norm = self._grad_norm
+        return float(cast(Any, self.model_wrapped).optimizer._global_grad_norm if norm is None else norm)
+
+    def _judge_update(self) -> None:
+        """After the update, made or left out."""
+        spike = None if self.spikes is None else self.spikes.end()
+        if spike is not None:
+            self._say(str(spike))
+            self.log({f"spike_{name}": value for name, value in asdict(spike).items()})
+        if self.noise_scale is not None:
+            self.noise_scale.end_step(self._grad_norm, keep=spike is None)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            for hooked in (self.noise_scale, self.spikes):
+                if hooked is not None:
+                    hooked.remove()
 
     # -- optimizer and schedule ---------------------------------------------------------------------------------------
 
@@ -270,6 +316,12 @@ class PretrainTrainer(WholeCheckpointTrainer):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         refuse(verify_engine(self.accelerator, self.model_wrapped, self.args))
         refuse(self._loss_problems() + self._leaks())
+        if self.noise_scale is not None or self.spikes is not None:
+            refuse(verify_gradient_signals(self.accelerator, self.args))
+        if self.noise_scale is not None:
+            self.noise_scale.attach()
+        if self.spikes is not None:
+            self.spikes.attach(self.optimizer)
         if resume_from_checkpoint is not None:
             apply_asked(
                 cast(torch.optim.Optimizer, self.optimizer),
@@ -317,6 +369,7 @@ class PretrainTrainer(WholeCheckpointTrainer):
                 flops_causal=self.flops.causal * self._step_batch_tokens,
             )
             self._step_done = None
+            self._judge_update()
         self.state.epoch = self.steps.epoch(self.state.global_step)
         if self.state.global_step == len(self.steps):
             self.control.should_log = True  # the last steps, too, where they fill no whole window
@@ -332,6 +385,10 @@ class PretrainTrainer(WholeCheckpointTrainer):
             logs["input_tokens"] = self.state.num_input_tokens_seen
             logs["target_tokens"] = self.target_tokens_seen
             logs["batch_tokens"] = self._step_batch_tokens
+            if self.noise_scale is not None:
+                logs.update(self.noise_scale.metrics())
+            if self.spikes is not None:
+                logs["skipped_updates"] = self.spikes.history.skipped_updates
             self._window = LogWindow()
             if isinstance(self.plan, AdaptiveRamp):
                 self._observe(self.plan, logs)
@@ -339,8 +396,11 @@ class PretrainTrainer(WholeCheckpointTrainer):
 
     def _observe(self, plan: AdaptiveRamp, logs: dict[str, float]) -> None:
         """Show a log line, the same on all ranks, to the ramp; a batch that grows shortens the run."""
-        step, noise = self.state.global_step, logs.get("noise_scale_tokens")
-        reason = plan.observe(step, noise, logs.get("noise_scale_stderr_tokens"))
+        step = self.state.global_step
+        # The noise scale counts targets, a batch all positions of its rows, padding and first tokens too.
+        positions = logs["input_tokens"] / max(logs["target_tokens"], 1)
+        found = [logs.get(name) for name in ("noise_scale_tokens", "noise_scale_stderr_tokens")]
+        reason = plan.observe(step, *[None if value is None else value * positions for value in found])
         if reason is not None:
             self._say(f"step {step}: {reason}")
             logs["next_batch_tokens"] = self.steps.batch_tokens(step + plan.lead_steps)
@@ -408,6 +468,8 @@ class PretrainTrainer(WholeCheckpointTrainer):
             world_size=self.args.world_size,
             batch=saved_batch(self.plan),
             window=self._window,
+            noise_scale=None if self.noise_scale is None else self.noise_scale.state_dict(),
+            spikes=None if self.spikes is None else self.spikes.state_dict(),
         )
 
     def _init_training_state(
@@ -419,6 +481,10 @@ class PretrainTrainer(WholeCheckpointTrainer):
         if resume_from_checkpoint is not None:
             saved = read_state(Path(resume_from_checkpoint), fingerprint=self.fingerprint, plan=self.plan)
             self.target_tokens_seen, self._window = saved.target_tokens_seen, saved.window
+            if self.noise_scale is not None and saved.noise_scale is not None:
+                self.noise_scale.load_state_dict(saved.noise_scale)
+            if self.spikes is not None and saved.spikes is not None:
+                self.spikes.load_state_dict(saved.spikes)
             if isinstance(self.plan, AdaptiveRamp):
                 self._follow_length(self.plan)
             now = len(self.steps)
