@@ -15,8 +15,8 @@ ALLOWED = {
     "model": {"initialisation"},
 }
 PURE = [
-    *("data.packing", "data.order", "training.schedule", "errors"),
-    *("planning.flops", "planning.budget", "planning.scaling_laws"),
+    *("data.packing", "data.order", "training.schedule", "training.batch_ramp", "training.adaptive_ramp", "errors"),
+    *("planning.flops", "planning.budget", "planning.scaling_laws", "planning.critical_batch"),
 ]
 
 
