@@ -148,8 +148,9 @@ class PretrainTrainer(WholeCheckpointTrainer):
             dist.all_reduce(target_tokens)
         return [micro_batches], target_tokens
 
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        return self.steps.plan.rows_of(self.state.global_step)[1]
+    def get_total_train_batch_size(self, args: TrainingArguments) -> float:  # type: ignore[override]
+        """Rows of a step, of a ramp their mean: the Trainer takes it times the steps for the rows of the run."""
+        return self.steps.plan.rows_of(len(self.steps))[0] / max(len(self.steps), 1)
 
     def floating_point_ops(self, inputs: Any) -> float:  # type: ignore[override]
         """This rank's share of the step's FLOPs: the Trainer sums over ranks."""
