@@ -40,6 +40,7 @@ bench: $(BENCH_READY)  ## the side-by-side benchmarks of benchmarks/
 	$(BIN)/python benchmarks/loss.py --contenders hf hf_z torch_256 trl ours ours_z
 	$(BIN)/python benchmarks/isolation.py
 	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/noise_scale.py
 	$(BIN)/python benchmarks/end_to_end.py
 
 clean:  ## remove the virtual environment and the caches of tests

@@ -52,8 +52,8 @@ PEAK_LR, WEIGHT_DECAY, BETAS, EPS = 1e-3, 0.1, (0.9, 0.95), 1e-8
 def main() -> None:
     options = _options()
     num_steps = options.untimed_steps + options.rounds + options.profiled_steps
-    steps = _training_steps(options, num_steps)
-    models = [_model(options) for _ in range(2)]
+    steps = training_steps(options, num_steps)
+    models = [llama(options) for _ in range(2)]
     schedule = partial(lr_factor, schedule="constant", num_steps=num_steps, warmup_steps=1)
     loop = HandWrittenLoop(models[1], steps, schedule)
     turns = Turns(loop, options)
@@ -102,7 +102,7 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _training_steps(options: argparse.Namespace, num_steps: int) -> TrainingSteps:
+def training_steps(options: argparse.Namespace, num_steps: int) -> TrainingSteps:
     """Random tokens in documents of log-normal length: neither side's speed depends on what the text says."""
     generator = np.random.default_rng(0)
     num_tokens = options.batch_tokens * (num_steps + 1)
@@ -126,7 +126,7 @@ def _training_steps(options: argparse.Namespace, num_steps: int) -> TrainingStep
     )
 
 
-def _model(options: argparse.Namespace) -> Any:
+def llama(options: argparse.Namespace) -> Any:
     overrides = {
         "hidden_size": options.hidden_size,
         "intermediate_size": options.hidden_size * 8 // 3,

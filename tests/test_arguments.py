@@ -195,6 +195,10 @@ def test_a_flag_without_a_value() -> None:
         ("--batch_ramp noise_scale:8Ki --log_noise_scale 1", "raise it"),
         ("--batch_ramp noise_scale:4Ki --log_noise_scale 1 --decay_steps 9", "decay_fraction"),
         ("--batch_ramp noise_scale:4Ki --log_noise_scale 1 --max_steps 122", "the run ends on tokens"),
+        ("--log_noise_scale=-1", "at least 0"),
+        ("--skip_spikes 2", "at least 3"),
+        ("--skip_spikes 8 --fp16 true", "loss scale"),
+        ("--log_noise_scale 10 --fp16 true", "bf16, or log_noise_scale: 0"),
     ],
 )
 def test_contradictions(words: str, expected: str) -> None:

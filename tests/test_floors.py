@@ -15,7 +15,8 @@ ALLOWED = {
     "model": {"initialisation"},
 }
 PURE = [
-    *("data.packing", "data.order", "training.schedule", "training.batch_ramp", "training.adaptive_ramp", "errors"),
+    *("data.packing", "data.order", "errors"),
+    *("training.schedule", "training.batch_ramp", "training.adaptive_ramp", "training.noise_estimate"),
     *("planning.flops", "planning.budget", "planning.scaling_laws", "planning.critical_batch"),
 ]
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from hfpretrain.arguments import parse
 from hfpretrain.errors import ConfigError
-from hfpretrain.launch_checks import check_deepspeed, check_launch, verify_engine
+from hfpretrain.launch_checks import check_deepspeed, check_launch, verify_engine, verify_gradient_signals
 from hfpretrain.preflight import check_data, check_model, check_start, model_notes
 from hfpretrain.training.run_length import derive
 
@@ -22,6 +22,23 @@ BASE = [
     *("--model_type", "llama", "--tokenizer_name", "bytes", "--dataset", "stdlib"),
     *("--output_dir", "out", "--batch_tokens", "8Ki", "--sequence_length", "512"),
 ]
+
+
+def test_gradients_that_say_nothing_about_a_step() -> None:
+    def accelerator(**sizes: int) -> SimpleNamespace:
+        return SimpleNamespace(parallelism_config=SimpleNamespace(**sizes) if sizes else None)
+
+    def deepspeed(**config: Any) -> SimpleNamespace:
+        return launched(deepspeed_plugin=SimpleNamespace(hf_ds_config=SimpleNamespace(config=config)))
+
+    assert verify_gradient_signals(accelerator(), launched()) == []
+    assert verify_gradient_signals(accelerator(tp_size=1, cp_size=1), deepspeed(sequence_parallel_size=1)) == []
+    (problem,) = verify_gradient_signals(accelerator(tp_size=2), launched())
+    assert "tp_size: 2" in problem.given
+    (problem,) = verify_gradient_signals(accelerator(), deepspeed(sequence_parallel_size=4))
+    assert "sequence_parallel_size: 4" in problem.given
+    (problem,) = verify_gradient_signals(accelerator(), deepspeed(zero_optimization={"compute_grad_norm": False}))
+    assert "compute_grad_norm" in problem.remedy
 
 
 def test_check_start(monkeypatch: pytest.MonkeyPatch) -> None:

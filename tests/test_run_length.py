@@ -45,6 +45,17 @@ def test_micro_batches(world_size: int, per_device: int, micro_batches: int) -> 
         length(f"{words} --gradient_accumulation_steps {micro_batches + 1}", world_size=world_size)
 
 
+def test_a_noise_scale_that_can_never_be_measured() -> None:
+    """A step of one micro-batch has nothing to compare."""
+    words = "--max_steps 10 --log_noise_scale 1 --per_device_train_batch_size"
+    with pytest.raises(ConfigError, match=r"remedy: per_device_train_batch_size of at most 8"):
+        length(f"{words} 16")
+    assert length(f"{words} 8")
+    assert length(f"{words} 16", world_size=2)
+    with pytest.raises(ConfigError, match="remedy: batch_tokens of at least two rows"):
+        length(f"{words} 16 --batch_tokens 512")
+
+
 def test_more_processes_than_rows() -> None:
     with pytest.raises(ConfigError, match="16 rows, 17 processes"):
         length("--max_steps 10", world_size=17)

@@ -19,6 +19,7 @@ from hfpretrain.errors import ConfigError
 from hfpretrain.loss import IGNORE_INDEX, count_targets, fuse
 from hfpretrain.model import build_model
 from hfpretrain.training.checkpoints import list_checkpoints
+from hfpretrain.training.spikes import ConsecutiveSpikesError
 from hfpretrain.training.trainer import NonFiniteLossError, PretrainTrainer
 from tiny import SEQUENCE_LENGTH, TINY, RaggedBlocks, tiny_config
 
@@ -40,7 +41,8 @@ def _steps(num_steps: int, collator: Callable[[Any], dict] | None = None, rows_a
 
 
 def _trainer(folder: Path, steps: TrainingSteps, *, model: Any = None, **arguments: Any) -> PretrainTrainer:
-    ours = {name: arguments.pop(name) for name in ("fingerprint", "z_loss_weight") if name in arguments}
+    names = ("fingerprint", "z_loss_weight", "log_noise_scale", "skip_spikes")
+    ours = {name: arguments.pop(name) for name in names if name in arguments}
     defaults: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": len(steps),
@@ -200,6 +202,66 @@ def test_loader_processes_change_nothing(tmp_path: Path) -> None:
     resumed = _trainer(tmp_path / "b", _steps(4), **saving)
     resumed.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
     assert [line["loss"] for line in _lines(resumed)] == [line["loss"] for line in _lines(alone)]
+
+
+def _poison(trainer: PretrainTrainer, *steps: int) -> PretrainTrainer:
+    """30 times the hidden states, in training at these 0-based steps."""
+
+    def enlarge(module: torch.nn.Module, _: Any, hidden: torch.Tensor) -> torch.Tensor | None:
+        return hidden * 30 if module.training and trainer.state.global_step in steps else None
+
+    trainer.causal_lm.model.norm.register_forward_hook(enlarge)
+    return trainer
+
+
+def _without_clock(trainer: PretrainTrainer) -> list[dict[str, Any]]:
+    timed = ("second", "runtime", "peak_memory")
+    lines = [line for line in trainer.state.log_history if "train_runtime" not in line]
+    return [{key: value for key, value in line.items() if not any(word in key for word in timed)} for line in lines]
+
+
+def test_noise_scale_and_skipped_updates_survive_a_resume_to_the_bit(tmp_path: Path) -> None:
+    """Interrupted with a spike behind it, before the noise scale is resolved, at a step that is not measured."""
+    settings: dict[str, Any] = {"log_noise_scale": 2, "skip_spikes": 8.0, "save_strategy": "steps", "save_steps": 27}
+    straight = _poison(_trainer(tmp_path / "a", _steps(48, rows_at_once=2), **settings), 25, 40, 41)
+    straight.train()
+    _poison(_trainer(tmp_path / "b", _steps(27, rows_at_once=2), **settings), 25).train()
+    resumed = _poison(_trainer(tmp_path / "b", _steps(48, rows_at_once=2), **settings), 40, 41)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-27"))
+    assert _without_clock(resumed) == _without_clock(straight)
+    lines = _lines(resumed)
+    assert [line["skipped_updates"] for line in (lines[24], lines[25], lines[39], lines[40], lines[41])] == [
+        0,
+        1,
+        1,
+        2,
+        3,
+    ]
+    assert [line["spike_step"] for line in resumed.state.log_history if "spike_step" in line] == [25, 40, 41]
+    assert lines[0]["grad_trace"] == lines[1]["grad_trace"] != lines[2]["grad_trace"]  # steps 0, 2, 4 are measured
+    assert "noise_scale_tokens" not in lines[20]
+    assert lines[-1]["noise_scale_tokens"] > lines[-1]["noise_scale_stderr_tokens"] > 0
+    batch = lines[46]["target_tokens"] - lines[45]["target_tokens"]  # step 46, the last that was measured
+    assert lines[-1]["critical_batch_steps_factor"] == 1 + lines[-1]["noise_scale_tokens"] / batch
+
+
+def test_measuring_changes_nothing(tmp_path: Path) -> None:
+    plain, measured = _trainer(tmp_path / "a", _steps(4)), _trainer(tmp_path / "b", _steps(4), log_noise_scale=1)
+    plain.train()
+    measured.train()
+    for ours, theirs in zip(plain.causal_lm.parameters(), measured.causal_lm.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert not theirs._backward_hooks  # and taken off at the end
+    assert "grad_trace" not in _lines(plain)[0]
+    assert "grad_trace" in _lines(measured)[0]
+
+
+def test_spike_after_spike_stops_with_the_places_of_the_data(tmp_path: Path) -> None:
+    trainer = _poison(_trainer(tmp_path, _steps(40), skip_spikes=8.0), *range(22, 40))
+    with pytest.raises(ConsecutiveSpikesError) as caught:
+        trainer.train()
+    assert trainer.state.global_step == 32
+    assert all(f"'first_position': {ROWS * step}" in str(caught.value) for step in range(22, 32))
 
 
 def test_accumulation_by_the_trainer_is_refused(tmp_path: Path) -> None:

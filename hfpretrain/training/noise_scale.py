@@ -4,8 +4,9 @@ B = tr(Sigma) / |G|^2 (`noise_estimate` has the formulas). Both are estimated fr
 micro-batches and their mean, without a second backward pass: a hook on each parameter sees the gradient of this
 micro-batch on this rank, before it is accumulated, reduced, partitioned or clipped, under DDP and every ZeRO stage.
 
-"The gradient" is that of what is back-propagated, z-loss and router loss included. Micro-batches must be independent
-draws: where each rank has a domain of its own, tr(Sigma) contains the variance between domains.
+"The gradient" is that of what is back-propagated, z-loss and router loss included (the latter weighted by target tokens
+like the rest, so that a micro-batch's gradient is its tokens times a mean). Micro-batches must be independent draws:
+where each rank has a domain of its own, tr(Sigma) contains the variance between domains.
 
 How far B predicts the batch beyond which more tokens a step no longer pay is disputed: well in McCandlish et al., too
 small by orders of magnitude in Merrill et al. 2025 (arXiv:2505.23971, OLMo). It is a diagnostic.

@@ -283,7 +283,9 @@ class PretrainTrainer(WholeCheckpointTrainer):
         spike = None if self.spikes is None else self.spikes.end()
         if spike is not None:
             self._say(str(spike))
+            asked = self.control.should_log
             self.log({f"spike_{name}": value for name, value in asdict(spike).items()})
+            self.control.should_log = asked  # a log line of its own takes the step's ordinary one for done
         if self.noise_scale is not None:
             self.noise_scale.end_step(self._grad_norm, keep=spike is None)
 
@@ -362,6 +364,7 @@ class PretrainTrainer(WholeCheckpointTrainer):
     # -- logging ------------------------------------------------------------------------------------------------------
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.state.epoch = self.steps.epoch(self.state.global_step)
         if self._step_done is not None:  # once per step; the Trainer calls again at the end of an epoch
             self.throughput.end_step(
                 input_tokens=self._step_batch_tokens,
@@ -371,7 +374,6 @@ class PretrainTrainer(WholeCheckpointTrainer):
             )
             self._step_done = None
             self._judge_update()
-        self.state.epoch = self.steps.epoch(self.state.global_step)
         if self.state.global_step == len(self.steps):
             self.control.should_log = True  # the last steps, too, where they fill no whole window
         if self._stopping:

@@ -1,4 +1,7 @@
-"""Train the same steps in whatever topology this was started in; rank 0 writes losses, norms and final weights."""
+"""Train the same steps in whatever topology this was started in; rank 0 writes losses, norms and final weights.
+
+Cases are `model:rows at once`, and `spike`, `bf16` of `signal_cases`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +22,7 @@ from hfpretrain.data.steps import TrainingSteps
 from hfpretrain.model import build_model
 from hfpretrain.training.schedule import lr_factor
 from hfpretrain.training.trainer import PretrainTrainer
+from signal_cases import Estimates, run_bf16, run_spike
 from tiny import SEQUENCE_LENGTH, RaggedBlocks, tiny_config
 
 NUM_STEPS, ROWS, SEED = 6, 8, 3
@@ -30,12 +35,22 @@ Z_LOSS_WEIGHT = 1e-2  # a hundred times the usual one, so that a wrong z-loss sh
 EPSILON = 1e-6
 
 
-def train(model_type: str, per_device_rows: int, output: Path) -> None:
+def deepspeed_stage() -> int | None:
+    """As `accelerate launch` was told, None without DeepSpeed."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
+        return None
+    config = json.loads(Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
+    return int(config["zero_optimization"]["stage"])
+
+
+def make_trainer(
+    model_type: str, per_device_rows: int, output: Path, num_steps: int = NUM_STEPS, **ours: Any
+) -> PretrainTrainer:
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     args = TrainingArguments(
         output_dir=str(output / "run"),
-        max_steps=NUM_STEPS,
+        max_steps=num_steps,
         learning_rate=LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,
         adam_beta2=0.95,
@@ -59,12 +74,21 @@ def train(model_type: str, per_device_rows: int, output: Path) -> None:
         rank=args.process_index,
         world_size=args.world_size,
         collator=PackedCollator(),
-        num_steps=NUM_STEPS,
+        num_steps=num_steps,
     )
     model = build_model(tiny_config(model_type), seed=SEED)
-    factor = partial(lr_factor, **SCHEDULE)
-    trainer = PretrainTrainer(model, args, train_dataset=steps, lr_factor=factor, z_loss_weight=Z_LOSS_WEIGHT)
+    factor = partial(lr_factor, **SCHEDULE | {"num_steps": num_steps})
+    return PretrainTrainer(
+        model, args, train_dataset=steps, lr_factor=factor, z_loss_weight=Z_LOSS_WEIGHT, log_noise_scale=1, **ours
+    )
+
+
+def train(model_type: str, per_device_rows: int, output: Path) -> None:
+    estimates = Estimates()
+    trainer = make_trainer(model_type, per_device_rows, output, callbacks=[estimates])
+    estimates.trainer = trainer
     trainer.train()
+    args = trainer.args
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if args.process_index == 0:
         lines = [line for line in trainer.state.log_history if "loss" in line]
@@ -77,7 +101,9 @@ def train(model_type: str, per_device_rows: int, output: Path) -> None:
             "learning_rate": [line["learning_rate"] for line in lines],
             "target_tokens": lines[-1]["target_tokens"],
             "world_size": args.world_size,
-            "stage": engine.zero_optimization_stage() if deepspeed else None,
+            "stage": engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else None,
+            "estimates": estimates.of_steps,
+            "noise": {name: lines[-1][name] for name in ("grad_sq", "grad_trace")},
             "engine": type(engine).__name__,
         }
         (output / f"{model_type}-{per_device_rows}.json").write_text(json.dumps(record))
@@ -90,8 +116,15 @@ def train(model_type: str, per_device_rows: int, output: Path) -> None:
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
+    stage = deepspeed_stage()  # building TrainingArguments deletes the launcher's variable
     for case in sys.argv[2:]:
-        name, rows = case.split(":")
-        train(name, int(rows), out)
+        if case == "spike":
+            for protected in (False, True):
+                run_spike(partial(make_trainer, "llama", 4, out), out, protected=protected)
+        elif case == "bf16":
+            run_bf16(cast(int, stage), out)
+        else:
+            name, rows = case.split(":")
+            train(name, int(rows), out)
     if dist.is_initialized():
         dist.destroy_process_group()

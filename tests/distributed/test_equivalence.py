@@ -1,4 +1,7 @@
-"""One batch is one update: the same at 1 process, 2 ranks, ZeRO 0-3, any micro-batch; equal to float64 by hand."""
+"""One batch is one update: the same at 1 process, 2 ranks, ZeRO 0-3, any micro-batch; equal to float64 by hand.
+
+So is the noise estimate of each step, where the same rows meet in a micro-batch; and a poisoned one is left out alike.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,14 @@ from equivalence_worker import (
 )
 from hfpretrain.data.order import BlockOrder
 from hfpretrain.model import build_model
+from hfpretrain.training.noise_estimate import Estimate, NoiseAverage, estimate
 from hfpretrain.training.schedule import lr_factor
 from launching import TOPOLOGIES, launch, remove_stale_build_locks
+from signal_cases import POISONED, SPIKE_STEPS, bf16_batches, bf16_model
 from tiny import NUM_BLOCKS, RaggedBlocks, tiny_config
 
 pytestmark = pytest.mark.distributed
-CASES = {"single": ("llama:1", "llama:2", "llama:4", "gpt2:2")} | dict.fromkeys(
+CASES = {"single": ("llama:1", "llama:3", "llama:4", "gpt2:2")} | dict.fromkeys(
     TOPOLOGIES[1:], ("llama:1", "llama:4", "gpt2:2")
 )
 WORKER = Path(__file__).with_name("equivalence_worker.py")
@@ -45,7 +50,8 @@ def reference(
 ) -> dict:
     """The training in float64, document by document, with AdamW written out (seed document, section 2.3.8).
 
-    Cross-entropy plus z-loss, both from the logits of one document at a time.
+    Cross-entropy plus z-loss, both from the logits of one document at a time. `rows`: of each step and row
+    its targets, its length and the gradient of its summed loss.
     """
     factor = factor or partial(lr_factor, **SCHEDULE)
     model = build_model(tiny_config(model_type), seed=SEED).double().train()
@@ -53,7 +59,7 @@ def reference(
     first = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     second = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     order, blocks, losses, norms = BlockOrder(NUM_BLOCKS, SEED), RaggedBlocks(), [], []
-    logged: dict[str, list[float]] = {"z_loss": [], "log_z_mean": [], "logit_max": []}
+    logged: dict[str, list] = {"z_loss": [], "log_z_mean": [], "logit_max": [], "rows": []}
     for step, num_rows in enumerate(step_rows):
         model.zero_grad()
         rows = [blocks[order.block_at(sum(step_rows[:step]) + row)] for row in range(num_rows)]
@@ -63,7 +69,9 @@ def reference(
         ]
         total = sum(len(piece) - 1 for row in pieces for piece in row)
         summed, squares, log_zs, largest = 0.0, 0.0, 0.0, 0.0
+        row_sums = []
         for row in pieces:
+            before = flat_gradient(model)
             row_tokens = sum(len(piece) - 1 for piece in row)
             for piece in row:
                 if len(piece) < 2:
@@ -77,6 +85,9 @@ def reference(
                 squares, log_zs = squares + log_z.square().sum().item(), log_zs + log_z.sum().item()
                 largest = max(largest, logits.abs().max().item())
                 summed += nats.item() / (row_tokens * num_rows) * total if mean_of_means else nats.item()
+            gradient = (flat_gradient(model) - before) * total
+            row_sums.append({"tokens": row_tokens, "length": sum(map(len, row)), "gradient": gradient})
+        logged["rows"].append(row_sums)
         norm = math.sqrt(sum(p.grad.pow(2).sum().item() for p in model.parameters()))
         losses.append(summed / total)
         logged["z_loss"].append(Z_LOSS_WEIGHT * squares / total)
@@ -95,23 +106,46 @@ def reference(
     return logged | {"loss": losses, "grad_norm": norms, "initial": initial, "final": dict(model.named_parameters())}
 
 
+def flat_gradient(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+
+
+def noise_of(rows: list[dict], per_device_rows: int, world_size: int) -> Estimate:
+    """Of one step, its rows dealt as `TrainingSteps` deals them: to ranks in order, there the longest first."""
+    micro_batches = []
+    for rank in range(world_size):
+        mine = rows[rank * ROWS // world_size : (rank + 1) * ROWS // world_size]
+        mine = sorted(mine, key=lambda row: -row["length"])
+        micro_batches += [mine[low : low + per_device_rows] for low in range(0, len(mine), per_device_rows)]
+    tokens = [sum(row["tokens"] for row in micro) for micro in micro_batches]
+    sums = [torch.stack([row["gradient"] for row in micro]).sum(dim=0) for micro in micro_batches]
+    squares = [float((g / n).square().sum()) for g, n in zip(sums, tokens, strict=True)]
+    found = estimate(tokens, squares, float((torch.stack(sums).sum(dim=0) / sum(tokens)).square().sum()))
+    assert found is not None
+    return found
+
+
 @pytest.fixture(scope="module")
 def references() -> dict[str, dict]:
     return {name: reference(name) for name in ("llama", "gpt2")}
 
 
-@pytest.fixture(scope="module")
-def build_locks() -> None:
+@pytest.fixture(scope="module", params=TOPOLOGIES)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """(topology, what it wrote): one launch for all that is looked at below."""
     remove_stale_build_locks()
+    folder, topology = tmp_path_factory.mktemp(request.param), request.param
+    extra = ("spike", "bf16") if topology.startswith("zero") else ("spike",)
+    launch(topology, WORKER, str(folder), *CASES[topology], *extra)
+    return topology, folder
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_same_training_everywhere(topology: str, references: dict, tmp_path: Path, build_locks: None) -> None:
-    launch(topology, WORKER, str(tmp_path), *CASES[topology])
+def test_same_training_everywhere(trained: tuple[str, Path], references: dict) -> None:
+    topology, folder = trained
     for case in CASES[topology]:
         model_type, rows = case.split(":")
         expected = references[model_type]
-        got = json.loads((tmp_path / f"{model_type}-{rows}.json").read_text())
+        got = json.loads((folder / f"{model_type}-{rows}.json").read_text())
         assert got["world_size"] == (1 if topology == "single" else 2)
         assert got["stage"] == (int(topology[-1]) if topology.startswith("zero") else None)
         assert got["path"] == "fused"
@@ -124,7 +158,81 @@ def test_same_training_everywhere(topology: str, references: dict, tmp_path: Pat
         )
         rates = [LEARNING_RATE * lr_factor(step, **SCHEDULE) for step in range(NUM_STEPS)]
         np.testing.assert_allclose(got["learning_rate"], rates, rtol=1e-9)
-        assert update_error(torch.load(tmp_path / f"{model_type}-{rows}.pt"), expected) < 1e-4, case
+        assert update_error(torch.load(folder / f"{model_type}-{rows}.pt"), expected) < 1e-4, case
+
+
+def test_noise_estimates_of_each_step(trained: tuple[str, Path], references: dict) -> None:
+    """8 micro-batches of one row are the same ones in all topologies, so their estimates are one number; clipping is
+    active and the embeddings of gpt2 are tied."""
+    topology, folder = trained
+    for case in CASES[topology]:
+        model_type, rows = case.split(":")
+        got = json.loads((folder / f"{model_type}-{rows}.json").read_text())
+        expected = [noise_of(step, int(rows), got["world_size"]) for step in references[model_type]["rows"]]
+        average = NoiseAverage()
+        for step in expected:
+            average.add(step)
+        for name in ("grad_sq", "grad_trace"):
+            theirs = [getattr(step, name) for step in expected]
+            np.testing.assert_allclose(
+                [step[name] for step in got["estimates"]], theirs, rtol=1e-4, atol=1e-4 * max(theirs), err_msg=case
+            )
+            np.testing.assert_allclose(
+                got["noise"][name], getattr(average, name), rtol=1e-4, atol=1e-4 * max(theirs), err_msg=case
+            )
+
+
+def test_a_poisoned_batch_of_one_rank_is_left_out(trained: tuple[str, Path]) -> None:
+    topology, folder = trained
+    alone, protected = (json.loads((folder / f"spike-{name}.json").read_text()) for name in ("alone", "protected"))
+    lines = {name: [line for line in run["log"] if "loss" in line] for name, run in (("a", alone), ("p", protected))}
+    for name in ("loss", "grad_norm", "learning_rate"):  # the same run, until the update is made or left out
+        values = {run: [line[name] for line in lines[run]] for run in "ap"}
+        assert values["a"][: POISONED + 1] == values["p"][: POISONED + 1]
+        assert len(values["a"]) == len(values["p"]) == SPIKE_STEPS
+        if name != "learning_rate":  # unprotected, the log shows it
+            assert values["a"][POISONED] > 1.5 * max(values["a"][:POISONED])
+            assert values["a"][POISONED + 1 :] != values["p"][POISONED + 1 :]
+        else:
+            assert values["a"] == values["p"]
+    assert [line["skipped_updates"] for line in lines["p"]] == [0] * POISONED + [1] * (SPIKE_STEPS - POISONED)
+    assert "skipped_updates" not in lines["a"][0]
+    (spike,) = [line for line in protected["log"] if "spike_step" in line]
+    assert spike["spike_step"] == POISONED
+    assert (spike["spike_loss"], spike["spike_grad_norm"]) == tuple(
+        lines["p"][POISONED][name] for name in ("loss", "grad_norm")
+    )
+    assert spike["spike_loss"] > spike["spike_threshold"] > spike["spike_median"]
+    assert len(protected["ranks"]) == (1 if topology == "single" else 2)
+    for run, left_out in ((alone, []), (protected, [POISONED])):
+        for rank in run["ranks"]:
+            assert [step for step, untouched in enumerate(rank["untouched"]) if untouched] == left_out
+            assert rank["cleared"] == [True] * SPIKE_STEPS
+        assert run["engine_steps"] in (None, SPIKE_STEPS)
+    trace = [line["grad_trace"] for line in lines["p"]]  # and the spike is no part of the noise scale either
+    assert trace[POISONED] == trace[POISONED - 1]
+    assert lines["a"][POISONED]["grad_trace"] > 10 * trace[POISONED]
+
+
+def test_noise_estimate_in_bfloat16(trained: tuple[str, Path]) -> None:
+    """Weights and gradients in bfloat16, in a plain DeepSpeed loop, against float64: within 1 %."""
+    topology, folder = trained
+    if not topology.startswith("zero"):
+        return
+    model = bf16_model().bfloat16().double()
+    tokens, squares, total = [], [], torch.zeros(())
+    for x, y in bf16_batches(world_size=2):
+        model.zero_grad()
+        (model(x.bfloat16().double()) - y.double()).square().sum().backward()
+        gradient = flat_gradient(model)
+        tokens.append(len(x))
+        squares.append(float((gradient / len(x)).square().sum()))
+        total = total + gradient
+    expected = estimate(tokens, squares, float((total / sum(tokens)).square().sum()))
+    got = json.loads((folder / "bf16.json").read_text())
+    assert expected is not None
+    assert got["grad_trace"] == pytest.approx(expected.grad_trace, rel=0.01)
+    assert got["grad_sq"] == pytest.approx(expected.grad_sq, rel=0.01)
 
 
 def update_error(weights: dict[str, torch.Tensor], expected: dict) -> float:
