@@ -76,6 +76,10 @@ def test_far_out() -> None:
     step = 10**15 // 8 + 10**12
     assert ramp.rows_of(step) == (10**15 // LENGTH + 10**12 * 200, 200)
     assert ramp.step_of(ramp.rows_of(step)[0] + 199) == step
+    with pytest.raises(ValueError, match="cannot be negative; got -1"):
+        ramp.rows_of(-1)
+    with pytest.raises(ValueError, match="rows begin at 0; got -2"):
+        ramp.step_of(-2)
 
 
 def test_length_from_tokens() -> None:
@@ -87,6 +91,8 @@ def test_length_from_tokens() -> None:
         else:
             assert plan_ramp(marks, sequence_length=LENGTH, total_tokens=total).num_steps == steps
     assert plan_ramp(((0, 8),), sequence_length=LENGTH, total_tokens=3).num_steps == 1
+    with pytest.raises(ValueError, match="give total_tokens or num_steps"):
+        plan_ramp(marks, sequence_length=LENGTH)
     with pytest.raises(ConfigError, match="40 tokens are 4 steps of this ramp"):
         plan_ramp(marks, sequence_length=LENGTH, total_tokens=40, num_steps=5)
 

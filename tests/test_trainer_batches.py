@@ -52,6 +52,18 @@ def test_only_the_future_of_a_ramp_may_change(tmp_path: Path) -> None:
         run(tmp_path / "b", 4 * SEQUENCE_LENGTH, 5, tmp_path / "checkpoint-1")
 
 
+class Growing:
+    """Rows that no checkpoint could describe."""
+
+    def rows_of(self, step: int) -> tuple[int, int]:
+        return step, 1
+
+
+def test_a_batch_without_stages_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="Growing; expected a number, a BatchRamp or an AdaptiveRamp"):
+        ramp_trainer(tmp_path, Growing(), 3)
+
+
 def test_flops_and_progress_follow_the_batch(tmp_path: Path) -> None:
     from hfpretrain.training.throughput import TokenFlops
 

@@ -52,8 +52,8 @@ class AdaptiveRamp:
 
         Args:
             steps_done: optimizer steps made when the line is written.
-            noise_scale_tokens, stderr_tokens: the averaged noise scale and its standard error, in tokens. None: it is
-                undefined there, which ends a stay above the threshold.
+            noise_scale_tokens, stderr_tokens: the averaged noise scale and its standard error, in tokens. None or
+                NaN: it is undefined there, which ends a stay above the threshold.
         """
         stage = self.ramp.stages[-1]
         if noise_scale_tokens is None or stderr_tokens is None or steps_done <= stage.first_step:

@@ -398,12 +398,16 @@ class PretrainTrainer(WholeCheckpointTrainer):
         super().log(logs, start_time)
 
     def _observe(self, plan: AdaptiveRamp, logs: dict[str, float]) -> None:
-        """Show a log line, the same on all ranks, to the ramp; a batch that grows shortens the run."""
+        """Show a log line to the ramp; a batch that grows shortens the run."""
         step = self.state.global_step
         # The noise scale counts targets, a batch all positions of its rows, padding and first tokens too.
         positions = logs["input_tokens"] / max(logs["target_tokens"], 1)
-        found = [logs.get(name) for name in ("noise_scale_tokens", "noise_scale_stderr_tokens")]
-        reason = plan.observe(step, *[None if value is None else value * positions for value in found])
+        names = ("noise_scale_tokens", "noise_scale_stderr_tokens")
+        found = torch.tensor([logs.get(name, math.nan) * positions for name in names], dtype=torch.float64)
+        found = found.to(self.args.device)
+        if self.args.world_size > 1:
+            dist.broadcast(found, src=0)  # a last bit that differs must not let one rank alone decide
+        reason = plan.observe(step, *found.tolist())
         if reason is not None:
             self._say(f"step {step}: {reason}")
             logs["next_batch_tokens"] = self.steps.batch_tokens(step + plan.lead_steps)
