@@ -1,4 +1,4 @@
-"""What is known about a run before its first step: its length in steps, and everything that contradicts.
+"""Everything that contradicts in a run, before its first step.
 
 The functions return problems in place of raising, so that one `refuse(a + b + c)` shows them all. How the processes
 were started is checked in `hfpretrain.launch_checks`.
@@ -6,16 +6,13 @@ were started is checked in `hfpretrain.launch_checks`.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from hfpretrain.arguments import DataArguments, ModelArguments, PretrainArguments
-from hfpretrain.arguments.rules import check_length, check_values
+from hfpretrain.arguments.rules import check_values
 from hfpretrain.attention import varlen_attentions
 from hfpretrain.data.documents import Documents, shared_documents
 from hfpretrain.data.isolation import Way, ways
@@ -23,102 +20,10 @@ from hfpretrain.data.sources import SourceError, find_sources
 from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.launch_checks import check_deepspeed, check_launch, deepspeed_config
 from hfpretrain.training.evaluation import METRICS
-from hfpretrain.training.schedule import check_schedule, lr_factor, resolve_steps
+from hfpretrain.training.run_length import RunLength, derive, source_of
 
-DEFAULT_WARMUP_FRACTION = 0.02
-DEFAULT_DECAY_FRACTION = 0.2
 # Muennighoff et al. 2023 (arXiv:2305.16264): up to about 4 epochs, repeated text is worth nearly as much as new text.
 EPOCHS_WORTH_REPEATING = 4
-
-
-@dataclass(frozen=True)
-class RunLength:
-    """The numbers that follow from the arguments and the number of processes.
-
-    Attributes:
-        num_steps: optimizer steps of the whole run.
-        batch_tokens: input positions per optimizer step, over all processes.
-        sequence_length: input positions per row.
-        rows_per_step: rows per optimizer step, over all processes.
-        world_size: processes.
-        micro_batches_per_step: forward passes of each process per optimizer step.
-        warmup_steps: optimizer steps until the peak learning rate.
-        decay_steps: optimizer steps of the final decay; 0 unless the schedule is warmup_stable_decay.
-        total_tokens: input positions of the whole run, num_steps * batch_tokens.
-        unused_tokens: what total_tokens asked for beyond whole steps; negative when one step is already more.
-    """
-
-    num_steps: int
-    batch_tokens: int
-    sequence_length: int
-    rows_per_step: int
-    world_size: int
-    micro_batches_per_step: int
-    warmup_steps: int
-    decay_steps: int
-    total_tokens: int
-    unused_tokens: int
-
-    def __str__(self) -> str:
-        rest = f" ({self.unused_tokens:,} tokens of the request are no whole step)" if self.unused_tokens > 0 else ""
-        return (
-            f"{self.num_steps:,} steps of {self.batch_tokens:,} tokens = {self.total_tokens:,} tokens{rest}; "
-            f"{self.rows_per_step:,} rows of {self.sequence_length:,} a step over {self.world_size} process(es) in "
-            f"{self.micro_batches_per_step} micro-batch(es) each; warm-up {self.warmup_steps:,} steps, "
-            f"final decay {self.decay_steps:,}"
-        )
-
-    def as_dict(self) -> dict[str, int]:
-        """For run.json."""
-        return asdict(self)
-
-
-def derive(args: PretrainArguments, data_args: DataArguments, *, world_size: int) -> RunLength:
-    """Steps, rows and micro-batches of a run on `world_size` processes.
-
-    num_steps is max_steps, or floor(total_tokens / batch_tokens) and at least 1: never more tokens than asked for,
-    except where one step is already more. A warm-up that was not asked for gives way to a decay that leaves it no room.
-
-    Raises:
-        ConfigError: lengths that do not fit together, each with its numbers.
-    """
-    rows, rest = divmod(args.batch_tokens, data_args.sequence_length)
-    if rest or not rows or (args.max_steps < 1 and args.total_tokens is None):
-        values = SimpleNamespace(**{**vars(data_args), **vars(args)})
-        refuse([problem for _, problem in check_length(values, sources=args.sources)])
-    num_steps = args.max_steps
-    if num_steps < 1:
-        assert args.total_tokens is not None
-        num_steps = max(args.total_tokens // args.batch_tokens, 1)
-    problems: list[Problem] = []
-    if rows < world_size:
-        what = "a step has fewer rows than there are processes, so some would have nothing to do"
-        given = f"{args.batch_tokens:_} / {data_args.sequence_length:_} = {rows} rows, {world_size} processes"
-        remedy = f"batch_tokens of at least {world_size * data_args.sequence_length:_}, or fewer processes"
-        problems.append(Problem(what, given, _source(args, "batch_tokens"), remedy))
-    micro_batches = math.ceil(math.ceil(rows / world_size) / args.per_device_train_batch_size)
-    problems += _accumulation(args, micro_batches, rows=rows, world_size=world_size)
-    if args.log_noise_scale and micro_batches * world_size < 2:
-        what = "the noise scale compares micro-batches of one step, and a step is one micro-batch here"
-        remedy = f"per_device_train_batch_size of at most {max(rows // 2, 1)}"
-        remedy = remedy if rows > 1 else "batch_tokens of at least two rows"
-        given = f"{rows} row(s) at once, 1 process, log_noise_scale: {args.log_noise_scale}"
-        problems.append(Problem(what, given, _source(args, "log_noise_scale"), remedy))
-    warmup_steps, decay_steps = _schedule_lengths(args, num_steps, problems)
-    refuse(problems)
-    total = num_steps * args.batch_tokens
-    return RunLength(
-        num_steps=num_steps,
-        batch_tokens=args.batch_tokens,
-        sequence_length=data_args.sequence_length,
-        rows_per_step=rows,
-        world_size=world_size,
-        micro_batches_per_step=micro_batches,
-        warmup_steps=warmup_steps,
-        decay_steps=decay_steps,
-        total_tokens=total,
-        unused_tokens=0 if args.total_tokens is None else args.total_tokens - total,
-    )
 
 
 def check_start(data_args: DataArguments, args: PretrainArguments) -> RunLength:
@@ -134,68 +39,6 @@ def check_start(data_args: DataArguments, args: PretrainArguments) -> RunLength:
         raise ConfigError(problems + error.problems) from error
     refuse(problems)
     return run
-
-
-def schedule(args: PretrainArguments, run: RunLength) -> Callable[[int], float]:
-    """0-based optimizer step -> multiple of the peak learning rate, see `hfpretrain.training.schedule.lr_factor`."""
-    return partial(
-        lr_factor,
-        schedule=str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
-        num_steps=run.num_steps,
-        warmup_steps=run.warmup_steps,
-        decay_steps=run.decay_steps,
-        decay_shape=args.decay_shape,
-        min_lr_ratio=args.min_lr_ratio,
-    )
-
-
-def _accumulation(args: PretrainArguments, micro_batches: int, *, rows: int, world_size: int) -> list[Problem]:
-    asked = args.accumulation_asked
-    if asked is None or asked == micro_batches:
-        return []
-    what = (
-        f"gradient_accumulation_steps disagrees with the batch: ceil(ceil({rows} rows / {world_size} processes) / "
-        f"{args.per_device_train_batch_size}) = {micro_batches}"
-    )
-    remedy = "leave it out; batch_tokens and per_device_train_batch_size decide it"
-    return [Problem(what, str(asked), _source(args, "gradient_accumulation_steps"), remedy)]
-
-
-def _schedule_lengths(args: PretrainArguments, num_steps: int, problems: list[Problem]) -> tuple[int, int]:
-    """(warmup_steps, decay_steps) with the defaults filled in; adds what does not fit to `problems`."""
-    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-    in_steps = args.warmup_steps > 0 or _source(args, "warmup_steps") not in ("default", "arguments")
-    asked = in_steps or args.warmup_fraction is not None
-    decays = schedule == "warmup_stable_decay"
-    default_decay = decays and args.decay_steps is None and args.decay_fraction is None
-    warmup_fraction = args.warmup_fraction if asked else DEFAULT_WARMUP_FRACTION
-    decay_fraction = DEFAULT_DECAY_FRACTION if default_decay else args.decay_fraction
-    try:
-        warmup_steps, decay_steps = resolve_steps(
-            num_steps=num_steps,
-            warmup_steps=int(args.warmup_steps) if in_steps else None,
-            warmup_fraction=warmup_fraction,
-            decay_steps=args.decay_steps,
-            decay_fraction=decay_fraction,
-        )
-    except ConfigError as error:
-        problems += error.problems
-        return 0, 0
-    if not asked and decays:
-        warmup_steps = max(min(warmup_steps, num_steps - decay_steps), 0)
-    problems += check_schedule(
-        schedule=schedule,
-        num_steps=num_steps,
-        warmup_steps=warmup_steps,
-        decay_steps=decay_steps,
-        decay_shape=args.decay_shape,
-        min_lr_ratio=args.min_lr_ratio,
-    )
-    return warmup_steps, decay_steps
-
-
-def _source(args: PretrainArguments, name: str) -> str:
-    return args.sources.get(name, "arguments")
 
 
 def check_arguments(model_args: ModelArguments, data_args: DataArguments, args: PretrainArguments) -> list[Problem]:
@@ -227,7 +70,7 @@ def check_eval_data(data_args: DataArguments, args: PretrainArguments) -> list[P
                 remedy = "correct the source; it is one that --dataset takes"
         seen.add(name)
         if what:
-            problems.append(Problem(what, entry, _source(args, "eval_data"), remedy))
+            problems.append(Problem(what, entry, source_of(args, "eval_data"), remedy))
     return problems
 
 
@@ -244,13 +87,13 @@ def check_model(config: Any, tokenizer: Any, data_args: DataArguments, args: Pre
     if positions is not None and data_args.sequence_length > positions:
         what = f"rows are longer than the {positions:_} positions of the model"
         remedy = f"sequence_length of at most {positions}, or max_position_embeddings in config_overrides"
-        source = _source(args, "sequence_length")
+        source = source_of(args, "sequence_length")
         problems.append(Problem(what, f"sequence_length={data_args.sequence_length}", source, remedy))
     if len(tokenizer) > text.vocab_size:
         what = "the tokenizer has ids that the model's embedding does not have"
         given = f"{len(tokenizer):_} tokens, vocab_size={text.vocab_size:_}"
         remedy = f"vocab_size of at least {len(tokenizer)} in config_overrides, or the model's own tokenizer"
-        problems.append(Problem(what, given, _source(args, "tokenizer_name"), remedy))
+        problems.append(Problem(what, given, source_of(args, "tokenizer_name"), remedy))
     return problems
 
 
@@ -306,10 +149,10 @@ def check_data(
     if num_blocks == 0:
         what = "the training data does not fill one row"
         remedy = "more data, or a shorter sequence_length"
-        source = _source(args, "sequence_length")
+        source = source_of(args, "sequence_length")
         problems.append(Problem(what, f"sequence_length={data_args.sequence_length}", source, remedy))
     else:
-        epochs = run.num_steps * run.rows_per_step / num_blocks
+        epochs = run.ramp.total_rows / num_blocks
         line = f"{epochs:.2f} epochs of {num_blocks * run.sequence_length:,} tokens"
         if epochs > EPOCHS_WORTH_REPEATING:
             line += f"; repeats teach less beyond about {EPOCHS_WORTH_REPEATING} (Muennighoff et al. 2023)"
@@ -319,7 +162,7 @@ def check_data(
         what = "evaluation is asked for, but the hash held out no document"
         given = f"validation_fraction={data_args.validation_fraction}"
         remedy = "a larger validation_fraction, or eval_strategy: no"
-        problems.append(Problem(what, given, _source(args, "validation_fraction"), remedy))
+        problems.append(Problem(what, given, source_of(args, "validation_fraction"), remedy))
     if train is not None:
         notes += _overlap_notes(train, named or {})
     return problems, notes

@@ -38,7 +38,7 @@ def write_run_json(
     Args:
         model_parameters: number of parameters, tied ones once.
         plan: derived numbers (steps, rows, ...), JSON-able.
-        parent: the checkpoint that this run branches from, where it has one.
+        parent: the checkpoint that this run branches from, where it has one; a later launch need not repeat it.
         start_id, end_id: tokens that each training document began and ended with; a model is best asked about a text
             behind the token that its training texts had before them.
     """
@@ -61,6 +61,8 @@ def write_run_json(
         "git_commit": git_commit(),
     }
     record["earlier_launches"] = _earlier(path, record)
+    if parent is None and path.exists():
+        record["parent"] = json.loads(path.read_text(encoding="utf-8")).get("parent")
     # Written beside and renamed: a run that is killed here leaves the old record whole.
     beside = path.with_suffix(".json.partial")
     beside.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")

@@ -26,7 +26,7 @@ from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.model import load_config
 from hfpretrain.planning import budget, scaling_laws
 from hfpretrain.planning.flops import PEAK_FLOPS, peak_flops
-from hfpretrain.preflight import DEFAULT_WARMUP_FRACTION
+from hfpretrain.training.run_length import DEFAULT_WARMUP_FRACTION
 from hfpretrain.training.schedule import resolve_steps
 from hfpretrain.training.throughput import token_flops
 

@@ -34,10 +34,11 @@ from hfpretrain.data.tokenizer import load_tokenizer
 from hfpretrain.errors import ConfigError, refuse
 from hfpretrain.launch_checks import check_agreement, close_process_group
 from hfpretrain.model import build_model, load_config, load_model
-from hfpretrain.preflight import check_data, check_model, check_start, isolation_ways, model_notes, schedule
+from hfpretrain.preflight import check_data, check_model, check_start, isolation_ways, model_notes
 from hfpretrain.run_record import write_run_json
 from hfpretrain.training.checkpoints import resume_point
 from hfpretrain.training.evaluation import evaluation_windows
+from hfpretrain.training.run_length import batch_plan, schedule
 from hfpretrain.training.throughput import token_flops
 from hfpretrain.training.trainer import PretrainTrainer
 
@@ -103,11 +104,12 @@ def main(argv: list[str] | None = None) -> None:
 
     # 4. One item of the data is one optimizer step; its number is all a resume needs.
     isolation = isolation_ways(config, model_args, data_args)
+    batches = batch_plan(args, run)
     order_seed = args.seed if args.data_seed is None else args.data_seed
     steps = TrainingSteps(
         PackedBlocks(train, index),
         BlockOrder(index.num_blocks, order_seed),
-        batch_tokens=run.batch_tokens,
+        batch_tokens=batches,
         sequence_length=run.sequence_length,
         per_device_train_batch_size=args.per_device_train_batch_size,
         rank=args.process_index,
@@ -122,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
         args,
         train_dataset=steps,
         eval_dataset=windows or None,
-        lr_factor=schedule(args, run),
+        lr_factor=schedule(args, run, batches),
         tokenizer=tokenizer,
         isolation=isolation,
         fingerprint={"data": report.fingerprint, "packing": data_args.packing, "order_seed": order_seed},
@@ -138,13 +140,15 @@ def main(argv: list[str] | None = None) -> None:
     if args.process_index == 0:
         record = partial(write_run_json, output_dir, model_args=model_args, data_args=data_args, args=args)
         record = partial(record, start_id=train.start_id, end_id=train.end_id)
-        record(plan=run.as_dict(), data_fingerprint=report.fingerprint, model_parameters=flops.parameters)
+        parent = str(checkpoint) if checkpoint and checkpoint.parent.resolve() != output_dir.resolve() else None
+        record = partial(record, plan=run.as_dict(), parent=parent)
+        record(data_fingerprint=report.fingerprint, model_parameters=flops.parameters)
 
     # 5. Train, save a plain Hugging Face model, score the held-out text.
     before = signal.signal(signal.SIGTERM, trainer.stop_after_step)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     signal.signal(signal.SIGTERM, before)
-    if trainer.state.global_step < run.num_steps:
+    if trainer.state.global_step < len(steps):
         say(f"stopped   after step {trainer.state.global_step}; the same command goes on from there")
         return
     trainer.save_model()

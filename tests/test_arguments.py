@@ -187,6 +187,14 @@ def test_a_flag_without_a_value() -> None:
         ("--warmup_ratio 0.1", "warmup_fraction"),
         ("--learning_rate=-1", "at least 0"),
         ("--z_loss_weight=-1e-4", "at least 0"),
+        ("--batch_ramp 4Ki", "tokens seen:batch tokens"),
+        ("--batch_ramp 0:4Ki,10Ki:16Ki", "leave batch_tokens out"),
+        ("--batch_ramp_lr linear", "or give batch_ramp"),
+        ("--batch_ramp noise_scale:4Ki", "log_noise_scale: 1"),
+        ("--batch_ramp noise_scale:4000 --log_noise_scale 1", "noise_scale:4_096"),
+        ("--batch_ramp noise_scale:8Ki --log_noise_scale 1", "raise it"),
+        ("--batch_ramp noise_scale:4Ki --log_noise_scale 1 --decay_steps 9", "decay_fraction"),
+        ("--batch_ramp noise_scale:4Ki --log_noise_scale 1 --max_steps 122", "the run ends on tokens"),
         ("--log_noise_scale=-1", "at least 0"),
         ("--skip_spikes 2", "at least 3"),
         ("--skip_spikes 8 --fp16 true", "loss scale"),
@@ -197,6 +205,14 @@ def test_contradictions(words: str, expected: str) -> None:
     found = problems_of([*GOOD, *words.split()])
     assert len(found) == 1
     assert expected in found[0]
+
+
+def test_a_ramp_decides_the_batch_that_was_left_out() -> None:
+    without = [word for word in GOOD if word not in ("--batch_tokens", "8Ki")]
+    assert parse([*without, "--batch_ramp", " 0:4Ki,10Ki:16Ki"])[2].batch_tokens == 16 * 1024
+    assert parse([*without, "--batch_ramp", "0:4Ki,10Ki:16Ki"])[2].batch_ramp == "0:4Ki,10Ki:16Ki"
+    adaptive = [*without, "--batch_ramp", "noise_scale:4Ki", "--log_noise_scale", "1"]
+    assert parse(adaptive)[2].batch_tokens == 262_144  # its default: the largest
 
 
 def test_what_transformers_refuses_is_a_config_error_too() -> None:

@@ -17,8 +17,9 @@ ALLOWED = {
     "bpb": {"data", "loss"},
 }
 PURE = [
-    *("bpb.windows", "data.packing", "data.order", "training.schedule", "errors"),
-    *("training.noise_estimate", "planning.flops", "planning.budget", "planning.scaling_laws"),
+    *("bpb.windows", "data.packing", "data.order", "errors"),
+    *("training.schedule", "training.batch_ramp", "training.adaptive_ramp", "training.noise_estimate"),
+    *("planning.flops", "planning.budget", "planning.scaling_laws", "planning.critical_batch"),
 ]
 
 

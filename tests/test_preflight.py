@@ -1,4 +1,4 @@
-"""The run's numbers, and the contradictions that are found before the first step."""
+"""The contradictions that are found before the first step."""
 
 from __future__ import annotations
 
@@ -14,49 +14,14 @@ from transformers import AutoConfig
 from hfpretrain.arguments import parse
 from hfpretrain.errors import ConfigError
 from hfpretrain.launch_checks import check_deepspeed, check_launch, verify_engine, verify_gradient_signals
-from hfpretrain.preflight import RunLength, check_data, check_model, check_start, derive, model_notes
+from hfpretrain.preflight import check_data, check_model, check_start, model_notes
+from hfpretrain.training.run_length import derive
 
 ROOT = Path(__file__).parent.parent
 BASE = [
     *("--model_type", "llama", "--tokenizer_name", "bytes", "--dataset", "stdlib"),
     *("--output_dir", "out", "--batch_tokens", "8Ki", "--sequence_length", "512"),
 ]
-
-
-def length(words: str, *, world_size: int = 1) -> RunLength:
-    _, data_args, args = parse([*BASE, *words.split()])
-    return derive(args, data_args, world_size=world_size)
-
-
-def test_whole_steps_only() -> None:
-    run = length("--total_tokens 100_000")
-    assert (run.num_steps, run.total_tokens, run.unused_tokens, run.rows_per_step) == (12, 98_304, 1_696, 16)
-    assert length("--total_tokens 100").num_steps == 1
-    assert length("--total_tokens 100_000 --max_steps 12").num_steps == 12
-    assert length("--max_steps 7").total_tokens == 7 * 8192
-
-
-@pytest.mark.parametrize(
-    ("world_size", "per_device", "micro_batches"),
-    [(1, 8, 2), (1, 5, 4), (2, 8, 1), (2, 3, 3), (3, 2, 3), (16, 4, 1)],  # 16 rows; 3 processes: at most 6 rows each
-)
-def test_micro_batches(world_size: int, per_device: int, micro_batches: int) -> None:
-    words = f"--max_steps 10 --per_device_train_batch_size {per_device}"
-    assert length(words, world_size=world_size).micro_batches_per_step == micro_batches
-    assert length(f"{words} --gradient_accumulation_steps {micro_batches}", world_size=world_size)
-    with pytest.raises(ConfigError, match=f"= {micro_batches}\n"):
-        length(f"{words} --gradient_accumulation_steps {micro_batches + 1}", world_size=world_size)
-
-
-def test_a_noise_scale_that_can_never_be_measured() -> None:
-    """A step of one micro-batch has nothing to compare."""
-    words = "--max_steps 10 --log_noise_scale 1 --per_device_train_batch_size"
-    with pytest.raises(ConfigError, match=r"remedy: per_device_train_batch_size of at most 8"):
-        length(f"{words} 16")
-    assert length(f"{words} 8")
-    assert length(f"{words} 16", world_size=2)
-    with pytest.raises(ConfigError, match="remedy: batch_tokens of at least two rows"):
-        length(f"{words} 16 --batch_tokens 512")
 
 
 def test_gradients_that_say_nothing_about_a_step() -> None:
@@ -74,33 +39,6 @@ def test_gradients_that_say_nothing_about_a_step() -> None:
     assert "sequence_parallel_size: 4" in problem.given
     (problem,) = verify_gradient_signals(accelerator(), deepspeed(zero_optimization={"compute_grad_norm": False}))
     assert "compute_grad_norm" in problem.remedy
-
-
-def test_more_processes_than_rows() -> None:
-    with pytest.raises(ConfigError, match="16 rows, 17 processes"):
-        length("--max_steps 10", world_size=17)
-
-
-@pytest.mark.parametrize(
-    ("words", "lengths"),
-    [
-        ("--max_steps 1000", (20, 200)),
-        ("--max_steps 1000 --warmup_steps 0", (0, 200)),
-        ("--max_steps 1000 --warmup_steps 7 --decay_steps 300", (7, 300)),
-        ("--max_steps 1000 --warmup_fraction 0.1 --decay_fraction 0.5", (100, 500)),
-        ("--max_steps 1000 --lr_scheduler_type cosine", (20, 0)),
-        ("--max_steps 1", (0, 1)),  # a default warm-up makes room
-        ("--max_steps 10 --decay_fraction 1", (0, 10)),
-    ],
-)
-def test_schedule_lengths(words: str, lengths: tuple[int, int]) -> None:
-    run = length(words)
-    assert (run.warmup_steps, run.decay_steps) == lengths
-
-
-def test_schedule_that_does_not_fit() -> None:
-    with pytest.raises(ConfigError, match="num_steps=10, warmup_steps=6, decay_steps=6"):
-        length("--max_steps 10 --warmup_steps 6 --decay_steps 6")
 
 
 def test_check_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,4 +110,4 @@ def test_schedule_is_pure():
     tree = ast.parse(Path(schedule_module.__file__).read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"__future__", "math", "hfpretrain.errors"}
+    assert imported == {"__future__", "collections.abc", "math", "hfpretrain.errors"}

@@ -10,7 +10,7 @@ import torch
 
 from hfpretrain.data.collator import PackedCollator
 from hfpretrain.data.order import BlockOrder
-from hfpretrain.data.steps import TrainingSteps, micro_batches_per_step, rows_per_step
+from hfpretrain.data.steps import StepSampler, TrainingSteps, micro_batches_per_step, rows_per_step
 from hfpretrain.errors import ConfigError
 
 LENGTH = 4
@@ -112,3 +112,34 @@ def test_impossible_steps_are_refused() -> None:
             collator=PackedCollator(),
             num_steps=1,
         )
+
+
+class Growing:
+    """2, 3, 4, ... rows."""
+
+    def rows_of(self, step: int) -> tuple[int, int]:
+        return step * (step + 3) // 2, step + 2
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_rows_of_steps_that_grow(world: int) -> None:
+    order = BlockOrder(11, 5)
+    settings = {"sequence_length": LENGTH, "per_device_train_batch_size": 2, "world_size": world, "num_steps": 7}
+    ranks = [
+        TrainingSteps(
+            NumberedBlocks(11), order, batch_tokens=Growing(), rank=rank, collator=PackedCollator(), **settings
+        )
+        for rank in range(world)
+    ]
+    seen: list[int] = []
+    for step in range(7):
+        items = [rank[step] for rank in ranks]
+        seen += [block for item in items for block in real_rows(item)]
+        needed = micro_batches_per_step(rows=step + 2, world_size=world, per_device_rows=2)
+        assert {len(item) for item in items} == {needed}
+        assert ranks[0].batch_tokens(step) == (step + 2) * LENGTH
+        assert ranks[0].position(step + 1) == {"step": step + 1, "epoch": len(seen) / 11, "first_position": len(seen)}
+        key = Growing().rows_of(step)  # what the sampler hands to a loader's process
+        assert [real_rows(batch) for batch in [ranks[0][key]]] == [real_rows(ranks[0][step])]
+    assert seen == order.blocks_at(np.arange(2 + 3 + 4 + 5 + 6 + 7 + 8)).tolist()  # one after another, no gap
+    assert list(StepSampler(lambda: 5, ranks[0])) == [(20, 7), (27, 8)]

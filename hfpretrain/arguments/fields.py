@@ -21,6 +21,7 @@ from transformers import TrainingArguments
 
 from hfpretrain.arguments.command_line import read_command_line
 from hfpretrain.arguments.rules import check_values
+from hfpretrain.arguments.types import NoiseScaleRamp, batch_ramp
 from hfpretrain.errors import ConfigError, Problem, refuse
 
 
@@ -169,6 +170,20 @@ class PretrainArguments(TrainingArguments):
     max_steps: int = _arg(
         -1,
         "Optimizer steps, in place of total_tokens; -1: not given. Given both, they must say the same.",
+    )
+    batch_ramp: str | None = _arg(
+        None,
+        "Batches that grow: tokens seen:batch tokens, ... as in 0:0.25M,200M:0.5M,1B:1M; batch_tokens is then the last "
+        "and may be left out. Or noise_scale:0.25M, growing from there up to batch_tokens, at most doubling, where the "
+        "measured noise scale less its standard error stays above factor:2 batches for steps:200 steps (both may "
+        "follow after commas); it needs log_noise_scale. Default: one batch throughout. The second form is an "
+        "experiment: the literature disagrees on how far the noise scale predicts the critical batch (McCandlish et "
+        "al. 2018 that it does; Merrill et al. 2025 that it is orders of magnitude too low on OLMo).",
+    )
+    batch_ramp_lr: Literal["auto", "sqrt", "linear", "none"] = _arg(
+        "auto",
+        "How the learning rate follows a ramp: times (batch / largest batch) to the power 1/2, 1 or 0, so that "
+        "learning_rate is that of the full batch. auto: sqrt (Malladi et al. 2022, for Adam), linear with SGD.",
     )
     per_device_train_batch_size: int = _arg(
         8,
@@ -360,6 +375,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArgume
     nothing_held_out = values.validation_fraction == 0 and not values.eval_data
     if nothing_held_out and reading.sources["eval_strategy"] == "default":
         values.eval_strategy = "no"
+    marks = batch_ramp(values.batch_ramp) if values.batch_ramp is not None else None
+    if marks is not None and not isinstance(marks, NoiseScaleRamp) and reading.sources["batch_tokens"] == "default":
+        values.batch_tokens = marks[-1][1]
     rules = check_values(values, sources=reading.sources)
     refuse(reading.problems + [problem for fields, problem in rules if not reading.bad_fields.intersection(fields)])
     model_args = ModelArguments(**reading.values_of(ModelArguments, values))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hfpretrain.arguments.types import NoiseScaleRamp, batch_ramp
 from hfpretrain.errors import Problem
 
 SCHEDULES = ("warmup_stable_decay", "cosine", "linear", "constant")
@@ -70,7 +71,7 @@ def check_values(values: Any, *, sources: Mapping[str, str]) -> list[NamedProble
         sources: field -> where the value came from, for the messages; "default" means the user did not give it.
     """
     book = _Book(values, sources)
-    rules: tuple[Callable[[_Book], None], ...] = (_needed, _ranges, _length, _schedule, _trainer, _resume)
+    rules: tuple[Callable[[_Book], None], ...] = (_needed, _ranges, _length, _ramp, _schedule, _trainer, _resume)
     for rule in rules:
         rule(book)
     return book.found
@@ -147,15 +148,48 @@ def _length(book: _Book) -> None:
     if v.sequence_length < 1 or v.batch_tokens < 1:
         return
     rows, rest = divmod(v.batch_tokens, v.sequence_length)
-    if rest:
+    fixed_ramp = v.batch_ramp is not None and not isinstance(batch_ramp(v.batch_ramp), NoiseScaleRamp)
+    if rest and not fixed_ramp:  # a ramp's batches are judged together, in `preflight`
         near = ", ".join(f"{n * v.sequence_length:_}" for n in (rows, rows + 1) if n)
         what = "batch_tokens is not a whole number of rows of sequence_length tokens"
         book.note("batch_tokens", what, f"the nearest that fit: {near}", also=("sequence_length",))
-    if v.total_tokens is not None and v.max_steps > 0:
+    if v.total_tokens is not None and v.max_steps > 0 and v.batch_ramp is None:
         steps = max(v.total_tokens // v.batch_tokens, 1)
         if steps != v.max_steps:
             what = f"total_tokens and max_steps disagree: {v.total_tokens:_} / {v.batch_tokens:_} = {steps:_} steps"
             book.note("total_tokens", what, "give one of the two", also=("max_steps",))
+
+
+def _ramp(book: _Book) -> None:
+    """Whether a ramp's stages fit together is judged in `preflight`, where the number of processes is known."""
+    v = book.values
+    if v.batch_ramp is None:
+        if book.given("batch_ramp_lr"):
+            what = "one batch throughout has nothing for the learning rate to follow"
+            book.note("batch_ramp_lr", what, "remove it, or give batch_ramp", also=("batch_ramp",))
+        return
+    ramp = batch_ramp(v.batch_ramp)
+    if not isinstance(ramp, NoiseScaleRamp):
+        if v.batch_tokens != ramp[-1][1]:
+            what = f"batch_tokens is not the last batch of the ramp, {ramp[-1][1]:_}"
+            book.note("batch_tokens", what, "leave batch_tokens out", also=("batch_ramp",))
+        return
+    if v.sequence_length >= 1 and ramp.start_tokens % v.sequence_length:
+        what = "the ramp's first batch is not a whole number of rows of sequence_length tokens"
+        near = max(round(ramp.start_tokens / v.sequence_length), 1) * v.sequence_length
+        book.note("batch_ramp", what, f"e.g. noise_scale:{near:_}", also=("sequence_length",))
+    if ramp.start_tokens >= v.batch_tokens:
+        what = "the ramp's first batch leaves no room to grow"
+        book.note("batch_ramp", what, "batch_tokens is the largest batch: raise it", also=("batch_tokens",))
+    if not v.log_noise_scale:
+        what = "the ramp follows the noise scale, which is not measured"
+        book.note("log_noise_scale", what, "log_noise_scale: 1, or 10 where steps are short", also=("batch_ramp",))
+    if v.max_steps > 0:
+        what = "with a batch that grows by measurement the number of steps is not known, the run ends on tokens"
+        book.note("max_steps", what, "give total_tokens in its place", also=("batch_ramp",))
+    if v.decay_steps is not None:
+        what = "with a batch that grows by measurement a number of last steps is no number of tokens"
+        book.note("decay_steps", what, "give decay_fraction, a share of the tokens", also=("batch_ramp",))
 
 
 def _schedule(book: _Book) -> None:

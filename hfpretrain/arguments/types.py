@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 _TOKEN_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -51,8 +52,63 @@ def key_values(text: str) -> dict[str, Any]:
     return result
 
 
+RampMarks = tuple[tuple[int, int], ...]
+_RAMP_FORMS = (
+    "expected tokens seen:batch tokens,... such as 0:0.25M,200M:0.5M,1B:1M, or noise_scale:0.25M (the first batch), "
+    "where factor:2 and steps:200 may follow"
+)
+
+
+@dataclass(frozen=True)
+class NoiseScaleRamp:
+    """`noise_scale:START,factor:K,steps:N`: the batch grows when the noise scale asks for it.
+
+    Attributes:
+        start_tokens: batch of the first step, in tokens.
+        factor: the batch grows where the noise scale is above this many batches. 2: twice the batch is still no more
+            than the noise scale.
+        steps: optimizer steps for which it must have been so. 200 is where the averages of a noise scale of many
+            batches come to rest.
+    """
+
+    start_tokens: int
+    factor: float = 2.0
+    steps: int = 200
+
+
+def batch_ramp(text: str) -> RampMarks | NoiseScaleRamp:
+    """`0:0.25M,200M:0.5M` -> ((tokens seen, batch tokens), ...); `noise_scale:0.25M,factor:2,steps:200` -> its rule.
+
+    Raises:
+        ValueError: neither form, or a number that cannot be; whether the stages fit together is not judged here.
+    """
+    pairs = [piece.split(":") for piece in text.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError(_RAMP_FORMS)
+    names = [name.strip() for name, _ in pairs]
+    if names[0] != "noise_scale":
+        return tuple((token_count(tokens), token_count(batch)) for tokens, batch in pairs)
+    given = dict(zip(names, (value for _, value in pairs), strict=True))
+    if len(given) < len(names) or not given.keys() <= {"noise_scale", "factor", "steps"}:
+        raise ValueError(_RAMP_FORMS)
+    rule = NoiseScaleRamp(token_count(given["noise_scale"]))
+    rule = NoiseScaleRamp(
+        rule.start_tokens, float(given.get("factor", rule.factor)), token_count(given.get("steps", str(rule.steps)))
+    )
+    if rule.start_tokens < 1 or not 0 < rule.factor < float("inf") or rule.steps < 1:
+        raise ValueError("expected a first batch and steps of at least 1 and a factor above 0")
+    return rule
+
+
+def batch_ramp_text(text: str) -> str:
+    """The text itself, once `batch_ramp` can read it: what is configured stays what was written."""
+    batch_ramp(text)
+    return text.strip()
+
+
 CONVERTERS: dict[str, Callable[[str], Any]] = {
     "batch_tokens": token_count,
     "total_tokens": token_count,
+    "batch_ramp": batch_ramp_text,
     "config_overrides": key_values,
 }

@@ -11,6 +11,9 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from hfpretrain.errors import refuse
+from hfpretrain.training.adaptive_ramp import AdaptiveRamp
+from hfpretrain.training.batch_ramp import BatchRamp, changed_past, stages_from
 from hfpretrain.training.counters import LogWindow
 
 PRETRAIN_STATE = "pretrain_state.json"
@@ -26,6 +29,7 @@ class PretrainState:
         data_position: where the next step stands in the data, for people; the step number alone decides.
         fingerprint: settings that fix which data a step number means.
         world_size: ranks that saved it.
+        batch: rows per step so far and as planned, see `adaptive_ramp.saved_batch`.
         window: sums since the last log line.
         noise_scale, spikes: averages and history, None where they are off.
     """
@@ -35,6 +39,7 @@ class PretrainState:
     data_position: dict[str, Any]
     fingerprint: dict[str, Any]
     world_size: int
+    batch: dict[str, Any]
     window: LogWindow = field(default_factory=LogWindow)
     noise_scale: dict[str, Any] | None = None
     spikes: dict[str, Any] | None = None
@@ -43,11 +48,17 @@ class PretrainState:
         (folder / PRETRAIN_STATE).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
-def read_state(checkpoint: Path, *, fingerprint: Mapping[str, Any]) -> PretrainState:
+def read_state(checkpoint: Path, *, fingerprint: Mapping[str, Any], plan: BatchRamp | AdaptiveRamp) -> PretrainState:
     """The state of a checkpoint, if its step number means the same data as in this run.
 
+    Args:
+        plan: the batches asked for now. What the checkpoint's steps took must be the same, what follows may differ; an
+            adaptive one goes on with the stages that it had decided.
+
     Raises:
-        ValueError: the folder has no such state, or another fingerprint; names each setting that differs.
+        ValueError: the folder has no such state, another fingerprint (each setting that differs is named), or a past
+            with other batches.
+        ConfigError: an adaptive ramp cannot go on from its stages.
     """
     path = checkpoint / PRETRAIN_STATE
     way_out = "start a new run from its weights with --model_name_or_path and a new --output_dir"
@@ -64,7 +75,26 @@ def read_state(checkpoint: Path, *, fingerprint: Mapping[str, Any]) -> PretrainS
             f"{checkpoint} belongs to a run with other data or batches ({'; '.join(differing)}): its step number would "
             f"point to other rows. Go back to the former settings, or {way_out}."
         )
+    _follow_batch(checkpoint, plan, state["batch"], step=state["data_position"]["step"], way_out=way_out)
     return PretrainState(**{**state, "window": LogWindow(**state["window"])})
+
+
+def _follow_batch(
+    checkpoint: Path, plan: BatchRamp | AdaptiveRamp, saved: Mapping[str, Any], *, step: int, way_out: str
+) -> None:
+    then = stages_from(saved["stages"])
+    if isinstance(plan, AdaptiveRamp):
+        # Of stages that were written down by hand only the past binds; those that were measured are decided.
+        decided = then if saved["adaptive"] else [stage for stage in then if stage.first_step < max(step, 1)]
+        refuse(plan.resume(decided, above_since=(saved["adaptive"] or {}).get("above_since")))
+        return
+    reason = changed_past(then, plan.stages, step=step)
+    if reason:
+        raise ValueError(
+            f"{checkpoint} was trained with other batches: {reason}, so its step number would point to other rows. "
+            f"Only what comes after step {step} may change: keep batch_ramp and batch_tokens as they were up to there, "
+            f"or {way_out}."
+        )
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -3,11 +3,15 @@
 Steps are 0-based optimizer steps of a run of `num_steps`. All schedules share two rules that a table of numbers shows
 at once: the first step already learns (warm-up is (step + 1) / warmup_steps, never 0), and the last step,
 `num_steps - 1`, has exactly the minimum (except `constant`, which has none).
+
+Where the batch grows, the same curves are drawn over tokens (`lr_factor_at`); with one batch throughout both are equal
+to the last bit, because the quotients are of whole numbers and n r / (m r) is rounded as n / m is.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from hfpretrain.errors import Problem, refuse
 
@@ -48,21 +52,51 @@ def lr_factor(
     )
     if step < 0:
         raise ValueError(f"step is 0-based and cannot be negative; got {step}")
-    step = min(step, num_steps - 1)
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
+    return lr_factor_at(
+        step + 1,
+        schedule=schedule,
+        first=1,
+        total=num_steps,
+        warmup=warmup_steps,
+        decay=decay_steps,
+        decay_shape=decay_shape,
+        min_lr_ratio=min_lr_ratio,
+    )
+
+
+def lr_factor_at(
+    done: int,
+    *,
+    schedule: str,
+    first: int,
+    total: int,
+    warmup: int,
+    decay: int = 0,
+    decay_shape: str = "1-sqrt",
+    min_lr_ratio: float = 0.0,
+) -> float:
+    """The same curves over any count that grows with every step, such as tokens; all counts in one unit.
+
+    Args:
+        done: the count at the end of the step that is asked about, above 0.
+        first: the count at the end of the first step, where a curve without warm-up begins.
+        total: at the end of the last step.
+        warmup, decay: lengths of the two parts. Whether they fit is `check_schedule`'s matter.
+    """
+    done = min(done, total)
+    if done <= warmup:
+        return done / warmup
     if schedule == "constant":
         return 1.0
     if schedule == "warmup_stable_decay":
-        peak, shape = num_steps - decay_steps - 1, decay_shape  # the last step at the full rate
+        peak, shape = total - decay, decay_shape  # the end of the last step at the full rate
     else:
-        peak, shape = max(warmup_steps - 1, 0), schedule
-    if step <= peak:
+        peak, shape = max(warmup, first), schedule
+    if done <= peak:
         return 1.0
-    if step == num_steps - 1:
+    if done == total:
         return min_lr_ratio  # exactly, not up to the rounding of cos(pi)
-    progress = (step - peak) / (num_steps - 1 - peak)
-    return min_lr_ratio + (1.0 - min_lr_ratio) * _remaining(progress, shape)
+    return min_lr_ratio + (1.0 - min_lr_ratio) * _remaining((done - peak) / (total - peak), shape)
 
 
 def resolve_steps(
@@ -72,15 +106,23 @@ def resolve_steps(
     warmup_fraction: float | None = None,
     decay_steps: int | None = None,
     decay_fraction: float | None = None,
+    first_steps: Callable[[float], float] | None = None,
+    last_steps: Callable[[float], float] | None = None,
 ) -> tuple[int, int]:
-    """(warmup_steps, decay_steps) from lengths in steps or as fractions of `num_steps`; neither given means 0.
+    """(warmup_steps, decay_steps) from lengths in steps or as fractions of the run; neither given means 0.
 
-    A fraction is rounded to the nearest step (halves up) and is at least one step if above 0. Raises `ConfigError`
-    when both forms of one length are given, or a value is out of range.
+    A fraction is rounded to the nearest step (halves up) and is at least one step if above 0.
+
+    Args:
+        first_steps, last_steps: how many steps hold the first or last share of the run, as a fraction of steps;
+            None: share * num_steps, which is right where all steps have the same batch.
+
+    Raises:
+        ConfigError: both forms of one length are given, or a value is out of range.
     """
     problems: list[Problem] = []
-    warmup = _resolve("warmup", warmup_steps, warmup_fraction, num_steps=num_steps, problems=problems)
-    decay = _resolve("decay", decay_steps, decay_fraction, num_steps=num_steps, problems=problems)
+    warmup = _resolve("warmup", warmup_steps, warmup_fraction, first_steps, num_steps=num_steps, problems=problems)
+    decay = _resolve("decay", decay_steps, decay_fraction, last_steps, num_steps=num_steps, problems=problems)
     refuse(problems)
     return warmup, decay
 
@@ -134,7 +176,15 @@ def _remaining(progress: float, shape: str) -> float:
     return 1.0 - math.sqrt(progress)
 
 
-def _resolve(name: str, steps: int | None, fraction: float | None, *, num_steps: int, problems: list[Problem]) -> int:
+def _resolve(
+    name: str,
+    steps: int | None,
+    fraction: float | None,
+    steps_of: Callable[[float], float] | None,
+    *,
+    num_steps: int,
+    problems: list[Problem],
+) -> int:
     if steps is not None and fraction is not None:
         given = f"{name}_steps={steps}, {name}_fraction={fraction}"
         problems.append(Problem(f"{name} is given twice", given, "schedule", "give steps or a fraction, not both"))
@@ -144,7 +194,8 @@ def _resolve(name: str, steps: int | None, fraction: float | None, *, num_steps:
         problems.append(Problem(f"{name}_steps is negative", str(steps), "schedule", "0 or more"))
     elif fraction is not None:
         if 0.0 <= fraction <= 1.0:
-            return max(math.floor(fraction * num_steps + 0.5), 1) if fraction > 0 else 0
+            share_steps = fraction * num_steps if steps_of is None else steps_of(fraction)
+            return max(math.floor(share_steps + 0.5), 1) if fraction > 0 else 0
         remedy = f"a number from 0 to 1 (of {num_steps} steps)"
         problems.append(Problem(f"{name}_fraction is a share of the run", str(fraction), "schedule", remedy))
     return 0

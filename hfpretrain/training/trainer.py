@@ -23,10 +23,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from transformers.utils import logging
 
 from hfpretrain.data.isolation import Way
-from hfpretrain.data.steps import StepSampler, TrainingSteps
+from hfpretrain.data.steps import EqualSteps, StepSampler, TrainingSteps
 from hfpretrain.errors import Problem, refuse
 from hfpretrain.launch_checks import verify_engine, verify_gradient_signals
 from hfpretrain.loss import FusedLoss, LossOutput, count_targets
+from hfpretrain.training.adaptive_ramp import AdaptiveRamp, saved_batch
+from hfpretrain.training.batch_ramp import BatchRamp, Stage
 from hfpretrain.training.counters import LocalSums, LogWindow, StepSums
 from hfpretrain.training.evaluation import EvaluationWindows, evaluate_bits_per_byte
 from hfpretrain.training.noise_scale import NoiseScale
@@ -53,7 +55,8 @@ class PretrainTrainer(WholeCheckpointTrainer):
         model: any causal LM that returns logits.
         args: `gradient_accumulation_steps` must be 1: how many micro-batches a step has is a matter of the data;
             `max_steps` -1 or the length of train_dataset.
-        train_dataset: item s is this rank's list of micro-batches of optimizer step s.
+        train_dataset: item s is this rank's list of micro-batches of optimizer step s. Where its batch is an
+            `AdaptiveRamp`, each log line is shown to it, and what it decides changes the length of the run.
         eval_dataset: held-out windows, scored by `evaluate`; or several by name, logged as eval_<name>_bpb and so on,
             those named "" as eval_bpb.
         lr_factor: 0-based step -> multiple of the base learning rate.
@@ -102,8 +105,8 @@ class PretrainTrainer(WholeCheckpointTrainer):
         self.causal_lm = model  # what is in every wrapper, and what a checkpoint holds
         self.steps = train_dataset
         self.lr_factor = lr_factor
-        step_shape = {"batch_tokens": train_dataset.batch_tokens, "rows_per_step": train_dataset.rows_per_step}
-        self.fingerprint = {**(fingerprint or {}), **step_shape}
+        self.plan = _ramp_of(train_dataset)
+        self.fingerprint = {**(fingerprint or {}), "sequence_length": train_dataset.sequence_length}
         self.tokenizer = tokenizer
         self.isolation = isolation
         self.flops = flops or TokenFlops()
@@ -117,6 +120,7 @@ class PretrainTrainer(WholeCheckpointTrainer):
         self._window = LogWindow()
         self._grad_norm: float | None = None
         self._step_done: StepSums | None = None
+        self._step_batch_tokens = 0  # of the step that runs, or ran last
 
     # -- data: the step number is the position ------------------------------------------------------------------------
 
@@ -126,7 +130,7 @@ class PretrainTrainer(WholeCheckpointTrainer):
         return DataLoader(
             self.steps,
             batch_size=None,
-            sampler=StepSampler(lambda: self.state.global_step, len(self.steps)),
+            sampler=StepSampler(lambda: self.state.global_step, self.steps),
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self.args.dataloader_persistent_workers and workers > 0,
@@ -139,21 +143,23 @@ class PretrainTrainer(WholeCheckpointTrainer):
     ) -> tuple[list[list[MicroBatch]], torch.Tensor]:
         """The next step's micro-batches and its number of target tokens over all micro-batches and ranks."""
         self.throughput.start_step()
+        self._step_batch_tokens = self.steps.batch_tokens(self.state.global_step)
         micro_batches = next(epoch_iterator)
         target_tokens = torch.stack([count_targets(micro["labels"]) for micro in micro_batches]).sum().to(device)
         if self.args.world_size > 1:
             dist.all_reduce(target_tokens)
         return [micro_batches], target_tokens
 
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        return self.steps.rows_per_step
+    def get_total_train_batch_size(self, args: TrainingArguments) -> float:  # type: ignore[override]
+        """Rows of a step, of a ramp their mean: the Trainer takes it times the steps for the rows of the run."""
+        return self.steps.plan.rows_of(len(self.steps))[0] / max(len(self.steps), 1)
 
     def floating_point_ops(self, inputs: Any) -> float:  # type: ignore[override]
         """This rank's share of the step's FLOPs: the Trainer sums over ranks."""
-        return self.flops.causal * self.steps.batch_tokens / self.args.world_size
+        return self.flops.causal * self._step_batch_tokens / self.args.world_size
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        self.state.num_input_tokens_seen += self.steps.batch_tokens
+        self.state.num_input_tokens_seen += self._step_batch_tokens
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -363,10 +369,10 @@ class PretrainTrainer(WholeCheckpointTrainer):
         self.state.epoch = self.steps.epoch(self.state.global_step)
         if self._step_done is not None:  # once per step; the Trainer calls again at the end of an epoch
             self.throughput.end_step(
-                input_tokens=self.steps.batch_tokens,
+                input_tokens=self._step_batch_tokens,
                 target_tokens=self._step_done.target_tokens,
-                flops_full=self.flops.full * self.steps.batch_tokens,
-                flops_causal=self.flops.causal * self.steps.batch_tokens,
+                flops_full=self.flops.full * self._step_batch_tokens,
+                flops_causal=self.flops.causal * self._step_batch_tokens,
             )
             self._step_done = None
             self._judge_update()
@@ -383,12 +389,38 @@ class PretrainTrainer(WholeCheckpointTrainer):
             logs.update(self.throughput.drain())
             logs["input_tokens"] = self.state.num_input_tokens_seen
             logs["target_tokens"] = self.target_tokens_seen
+            logs["batch_tokens"] = self._step_batch_tokens
             if self.noise_scale is not None:
                 logs.update(self.noise_scale.metrics())
             if self.spikes is not None:
                 logs["skipped_updates"] = self.spikes.history.skipped_updates
             self._window = LogWindow()
+            if isinstance(self.plan, AdaptiveRamp):
+                self._observe(self.plan, logs)
         super().log(logs, start_time)
+
+    def _observe(self, plan: AdaptiveRamp, logs: dict[str, float]) -> None:
+        """Show a log line to the ramp; a batch that grows shortens the run."""
+        step = self.state.global_step
+        # The noise scale counts targets, a batch all positions of its rows, padding and first tokens too.
+        positions = logs["input_tokens"] / max(logs["target_tokens"], 1)
+        names = ("noise_scale_tokens", "noise_scale_stderr_tokens")
+        found = torch.tensor([logs.get(name, math.nan) * positions for name in names], dtype=torch.float64)
+        found = found.to(self.args.device)
+        if self.args.world_size > 1:
+            dist.broadcast(found, src=0)  # a last bit that differs must not let one rank alone decide
+        reason = plan.observe(step, *found.tolist())
+        if reason is not None:
+            self._say(f"step {step}: {reason}")
+            logs["next_batch_tokens"] = self.steps.batch_tokens(step + plan.lead_steps)
+            self._follow_length(plan)
+
+    def _follow_length(self, plan: AdaptiveRamp) -> None:
+        self.steps.num_steps = self.state.max_steps = plan.ramp.num_steps
+        for callback in self.callback_handler.callbacks:
+            bar = getattr(callback, "training_bar", None)
+            if bar is not None:
+                bar.total = plan.ramp.num_steps
 
     def _say(self, message: str) -> None:
         if self.is_world_process_zero():
@@ -453,6 +485,7 @@ class PretrainTrainer(WholeCheckpointTrainer):
             data_position=self.steps.position(self.state.global_step),
             fingerprint=self.fingerprint,
             world_size=self.args.world_size,
+            batch=saved_batch(self.plan),
             window=self._window,
             noise_scale=None if self.noise_scale is None else self.noise_scale.state_dict(),
             spikes=None if self.spikes is None else self.spikes.state_dict(),
@@ -465,16 +498,30 @@ class PretrainTrainer(WholeCheckpointTrainer):
         # The Trainer goes on with the checkpoint's logging, saving and evaluation steps; what is asked now holds.
         self.state.compute_steps(self.args, max_steps)
         if resume_from_checkpoint is not None:
-            saved = read_state(Path(resume_from_checkpoint), fingerprint=self.fingerprint)
+            saved = read_state(Path(resume_from_checkpoint), fingerprint=self.fingerprint, plan=self.plan)
             self.target_tokens_seen, self._window = saved.target_tokens_seen, saved.window
             if self.noise_scale is not None and saved.noise_scale is not None:
                 self.noise_scale.load_state_dict(saved.noise_scale)
             if self.spikes is not None and saved.spikes is not None:
                 self.spikes.load_state_dict(saved.spikes)
-            if saved.num_steps != max_steps:
-                self._say(
-                    f"resume: the schedule follows the length asked for, {max_steps} steps, not {saved.num_steps}"
-                )
+            if isinstance(self.plan, AdaptiveRamp):
+                self._follow_length(self.plan)
+            now = len(self.steps)
+            if saved.num_steps != now:
+                self._say(f"resume: the schedule follows the length asked for, {now} steps, not {saved.num_steps}")
+            if saved.batch["stages"] != saved_batch(self.plan)["stages"]:
+                self._say("resume: other batches from here on, and the learning rates that go with them, as asked")
             if saved.world_size != self.args.world_size:
                 self._say(f"resume: on {self.args.world_size} ranks, saved by {saved.world_size}: dropout draws differ")
+            if self.state.global_step >= now:  # nothing is left, though a batch that grew made fewer steps of it
+                return 1, 0
         return trained
+
+
+def _ramp_of(steps: TrainingSteps) -> BatchRamp | AdaptiveRamp:
+    """The stages of a data set's batch; a custom `StepRows` has none, and a resume could not check them."""
+    if isinstance(steps.plan, EqualSteps):
+        return BatchRamp((Stage(0, 0, steps.plan.rows),), steps.sequence_length, len(steps))
+    if isinstance(steps.plan, BatchRamp | AdaptiveRamp):
+        return steps.plan
+    raise TypeError(f"batch_tokens is a {type(steps.plan).__name__}; expected a number, a BatchRamp or an AdaptiveRamp")

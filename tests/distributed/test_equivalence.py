@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,21 +41,28 @@ CASES = {"single": ("llama:1", "llama:3", "llama:4", "gpt2:2")} | dict.fromkeys(
 WORKER = Path(__file__).with_name("equivalence_worker.py")
 
 
-def reference(model_type: str, *, mean_of_means: bool = False) -> dict:
+def reference(
+    model_type: str,
+    *,
+    mean_of_means: bool = False,
+    step_rows: Sequence[int] = (ROWS,) * NUM_STEPS,
+    factor: Callable[[int], float] | None = None,
+) -> dict:
     """The training in float64, document by document, with AdamW written out (seed document, section 2.3.8).
 
     Cross-entropy plus z-loss, both from the logits of one document at a time. `rows`: of each step and row
     its targets, its length and the gradient of its summed loss.
     """
+    factor = factor or partial(lr_factor, **SCHEDULE)
     model = build_model(tiny_config(model_type), seed=SEED).double().train()
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     first = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     second = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     order, blocks, losses, norms = BlockOrder(NUM_BLOCKS, SEED), RaggedBlocks(), [], []
     logged: dict[str, list] = {"z_loss": [], "log_z_mean": [], "logit_max": [], "rows": []}
-    for step in range(NUM_STEPS):
+    for step, num_rows in enumerate(step_rows):
         model.zero_grad()
-        rows = [blocks[order.block_at(step * ROWS + row)] for row in range(ROWS)]
+        rows = [blocks[order.block_at(sum(step_rows[:step]) + row)] for row in range(num_rows)]
         pieces = [
             np.split(row["input_ids"][: row["piece_lengths"].sum()], np.cumsum(row["piece_lengths"])[:-1])
             for row in rows
@@ -72,10 +81,10 @@ def reference(model_type: str, *, mean_of_means: bool = False) -> dict:
                 log_z = logits.logsumexp(-1)
                 nats = (log_z - logits[torch.arange(len(piece) - 1), ids[0, 1:]]).sum()
                 objective = nats + Z_LOSS_WEIGHT * log_z.square().sum()
-                (objective / (row_tokens * ROWS if mean_of_means else total)).backward()
+                (objective / (row_tokens * num_rows if mean_of_means else total)).backward()
                 squares, log_zs = squares + log_z.square().sum().item(), log_zs + log_z.sum().item()
                 largest = max(largest, logits.abs().max().item())
-                summed += nats.item() / (row_tokens * ROWS) * total if mean_of_means else nats.item()
+                summed += nats.item() / (row_tokens * num_rows) * total if mean_of_means else nats.item()
             gradient = (flat_gradient(model) - before) * total
             row_sums.append({"tokens": row_tokens, "length": sum(map(len, row)), "gradient": gradient})
         logged["rows"].append(row_sums)
@@ -85,7 +94,7 @@ def reference(model_type: str, *, mean_of_means: bool = False) -> dict:
         logged["log_z_mean"].append(log_zs / total)
         logged["logit_max"].append(largest)
         norms.append(norm)
-        rate = LEARNING_RATE * lr_factor(step, **SCHEDULE)
+        rate = LEARNING_RATE * factor(step)
         for name, p in model.named_parameters():
             grad = p.grad * min(1.0, MAX_GRAD_NORM / (norm + 1e-6))
             first[name] = 0.9 * first[name] + 0.1 * grad
