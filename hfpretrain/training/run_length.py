@@ -99,7 +99,7 @@ def derive(args: PretrainArguments, data_args: DataArguments, *, world_size: int
     """
     problems: list[Problem] = []
     growth, ramp = _ramp(args, data_args, world_size=world_size)
-    rows = args.batch_tokens // data_args.sequence_length
+    rows = ramp.stages[-1].rows if growth is None else args.batch_tokens // data_args.sequence_length
     for stage in ramp.stages if growth is None else (*ramp.stages, replace(ramp.stages[0], rows=rows)):
         micro_batches = math.ceil(math.ceil(stage.rows / world_size) / args.per_device_train_batch_size)
         problems += _accumulation(args, micro_batches, rows=stage.rows, world_size=world_size)
@@ -108,7 +108,7 @@ def derive(args: PretrainArguments, data_args: DataArguments, *, world_size: int
     refuse(problems)
     return RunLength(
         num_steps=ramp.num_steps,
-        batch_tokens=args.batch_tokens,
+        batch_tokens=rows * data_args.sequence_length,
         sequence_length=data_args.sequence_length,
         rows_per_step=rows,
         world_size=world_size,
