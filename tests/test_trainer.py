@@ -136,6 +136,21 @@ def test_a_non_finite_loss_stops_before_the_update_and_says_where(tmp_path: Path
     assert all(torch.equal(value, weights_before[name]) for name, value in poisoned.named_parameters())
 
 
+def test_a_step_that_fails_half_way_leaves_no_accumulation_behind(tmp_path: Path) -> None:
+    """accelerate's state is one for the process: left off, the optimizers of a later run would make no steps."""
+    model = build_model(tiny_config("llama"), seed=1)
+
+    def fail(module: torch.nn.Module, _: Any, hidden: torch.Tensor) -> None:
+        if module.training:  # in the first of two micro-batches
+            raise MemoryError("out of memory")
+
+    model.model.norm.register_forward_hook(fail)
+    trainer = _trainer(tmp_path, _steps(2), model=model)
+    with pytest.raises(MemoryError):
+        trainer.train()
+    assert trainer.accelerator.gradient_state.sync_gradients
+
+
 def test_router_loss_is_weighted_by_tokens_not_by_micro_batches(tmp_path: Path) -> None:
     """Left to the model, the balancing loss would count once per micro-batch: twice as much with two of them."""
     router = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}

@@ -203,8 +203,11 @@ class PretrainTrainer(WholeCheckpointTrainer):
         self.accelerator.gradient_state._set_sync_gradients(is_last)
         # Only DDP may skip the reduction: ZeRO 2 and 3 partition gradients in every micro-batch and forbid no_sync.
         skip_reduction = not is_last and not self.is_deepspeed_enabled
-        with self.accelerator.no_sync(model) if skip_reduction else contextlib.nullcontext():
-            yield
+        try:
+            with self.accelerator.no_sync(model) if skip_reduction else contextlib.nullcontext():
+                yield
+        finally:  # the state is one for the whole process: a step that fails half-way must not switch others off
+            self.accelerator.gradient_state._set_sync_gradients(True)
 
     def _backward(self, model: torch.nn.Module, loss: torch.Tensor, is_last: bool) -> None:
         if not self.is_deepspeed_enabled:
