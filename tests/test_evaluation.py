@@ -47,12 +47,15 @@ def test_each_real_token_is_a_target_once(length: int, rows: int, world_size: in
         batches = list(windows.batches(rows=rows, rank=rank, world_size=world_size))
         turns.add(len(batches))
         for batch in batches:
-            assert batch["input_ids"].shape[1] <= length
-            targets = batch["labels"][batch["labels"] != IGNORE_INDEX]
-            assert torch.equal(targets, batch["input_ids"][batch["labels"] != IGNORE_INDEX])
-            assert (batch["labels"][:, 0] == IGNORE_INDEX).all()
+            inputs, labels = batch["input_ids"], batch["labels"]
+            assert inputs.shape[1] <= length
+            assert labels.shape == (len(inputs), inputs.shape[1] + 1)
+            targets = labels[labels != IGNORE_INDEX]
+            also_input = (labels[:, :-1] != IGNORE_INDEX) & (labels[:, 1:] != IGNORE_INDEX)  # the last is only predicted
+            assert torch.equal(labels[:, :-1][also_input], inputs[also_input])
+            assert (labels[:, 0] == IGNORE_INDEX).all()
             seen += targets.tolist()
-    assert turns == {math.ceil(math.ceil(len(windows.starts) / rows) / world_size)}
+    assert turns == {math.ceil(math.ceil(len(windows.windows) / rows) / world_size)}
     assert sorted(seen) == sorted(token for document in documents.raw for token in document[1:-1])
     assert windows.num_targets == len(seen)
 

@@ -22,7 +22,8 @@ from transformers.utils import ModelOutput
 
 from hfpretrain.errors import refuse
 from hfpretrain.loss.forward import LogitsForward
-from hfpretrain.loss.sums import LogitTransform, LossSums, logits_sums, shift_labels
+from hfpretrain.loss.head import head_nats
+from hfpretrain.loss.sums import IGNORE_INDEX, LogitTransform, LossSums, logits_nats, logits_sums, shift_labels
 from hfpretrain.loss.verify import Verdict, verify
 
 HeadAnswer = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -169,14 +170,46 @@ class FusedLoss:
 
     def sums(self, labels: Tensor, inputs: Mapping[str, Any]) -> tuple[LossSums, Any]:
         """Loss sums and the model's other outputs, at the head or from the logits as the verdict says."""
-        if self.verdict is None:
-            raise RuntimeError("the loss of this model was not verified yet: call FusedLoss.verify() first")
-        if self.verdict.path != "fused":
+        if self._verified.path != "fused":
             outputs = self.forward_logits(self._original, inputs)
             return logits_sums(outputs.logits, labels, z_loss_weight=self._weight), outputs
         (hidden,), outputs = self.hidden_states(self._original, inputs)
-        targets = shift_labels(labels).to(hidden.device).flatten()
+        targets = shift_labels(labels, hidden.shape[-2]).to(hidden.device).flatten()
         return LossSums(*self.head(hidden.flatten(0, -2), targets)), outputs
+
+    @torch.no_grad()
+    def nats(self, forward: Callable[..., Any], inputs: Mapping[str, Any], targets: Tensor) -> Tensor:
+        """-log p of every target, row by row, float32 [targets that are not `IGNORE_INDEX`] (float64 for float64).
+
+        Only those positions go through the head, a chunk at a time; where the verdict is not "fused", the model makes
+        all its logits itself.
+
+        Args:
+            forward: the model or its wrapper; eval mode is the caller's business.
+            targets: [B, T], what each position is to predict (not shifted).
+        """
+        how = self._verified
+        if how.path != "fused":
+            return logits_nats(self.forward_logits(forward, inputs).logits, targets)
+        found: list[Tensor] = []
+
+        def answer(_: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+            weight, bias = self.head.weight, self.head._parameters.get("bias")
+            on_device = targets.to(hidden.device)
+            where = on_device != IGNORE_INDEX
+            found.append(head_nats(hidden[where], weight, on_device[where], bias_V=bias, transform=how.transform))
+            return hidden.new_empty(*hidden.shape[:-2], 0, self.vocabulary)
+
+        with self.head_answers(answer):
+            self.forward_logits(forward, inputs)
+        (nats,) = found
+        return nats
+
+    @property
+    def _verified(self) -> Verdict:
+        if self.verdict is None:
+            raise RuntimeError("the loss of this model was not verified yet: call FusedLoss.verify() first")
+        return self.verdict
 
     @property
     def _weight(self) -> float:

@@ -23,6 +23,7 @@ from hfpretrain.loss.sums import (
     add_up,
     block_rows,
     loss_sums,
+    nats_,
     scores_to_gradient_,
 )
 
@@ -58,19 +59,42 @@ def head_sums(
     Memory beyond the arguments and their gradients: one chunk and, for a weight in half precision, its gradient in
     float32.
     """
-    device = hidden_ND.device.type
-    operand = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
-    if device == "cuda":
-        operand = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VD.dtype
-    call = _Call(
-        z_loss_weight=z_loss_weight,
-        transform=transform or LogitTransform(),
-        operand=operand,
-        chunk_bytes=chunk_bytes or _CHUNK_BYTES.get(device, _CHUNK_BYTES_ELSEWHERE),
-        with_gradient=torch.is_grad_enabled(),
-    )
+    call = _Call.of(weight_VD, transform, z_loss_weight=z_loss_weight, chunk_bytes=chunk_bytes)
     total, sums = _HeadSums.apply(hidden_ND, weight_VD, bias_V, targets_N, call)
     return loss_sums(total, sums, targets_N)
+
+
+@torch.no_grad()
+def head_nats(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """-log p of each target for the logits of `head_sums`, in nats, float32 [N] (float64 for a float64 weight).
+
+    Args: as `head_sums`; every position has a target.
+    """
+    call = _Call.of(weight_VD, transform, chunk_bytes=chunk_bytes)
+    head = _Head(weight_VD, bias_V, call)
+    chunks = call.chunks(len(targets_N), head.vocabulary)
+    longest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+    buffer = hidden_ND.new_empty(longest, head.vocabulary, dtype=call.exact)
+    nats = hidden_ND.new_empty(len(targets_N), dtype=call.exact)
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        for chunk in chunks:
+            hidden = hidden_ND[chunk].to(call.operand)
+            scores = head.scores(hidden, out=buffer[: len(hidden)])
+            rows = block_rows(scores.device, head.vocabulary)
+            for first in range(chunk.start, chunk.stop, rows):
+                block = slice(first, min(first + rows, chunk.stop))
+                own = scores[block.start - chunk.start : block.stop - chunk.start]
+                call.transform.apply_(own)
+                nats[block] = nats_(own, targets_N[block])
+    return nats
 
 
 @dataclass(frozen=True)
@@ -82,6 +106,27 @@ class _Call:
     operand: torch.dtype
     chunk_bytes: int
     with_gradient: bool
+
+    @classmethod
+    def of(
+        cls,
+        weight_VD: Tensor,
+        transform: LogitTransform | None,
+        *,
+        z_loss_weight: float = 0.0,
+        chunk_bytes: int | None = None,
+    ) -> _Call:
+        device = weight_VD.device.type
+        operand = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
+        if device == "cuda":
+            operand = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VD.dtype
+        return cls(
+            z_loss_weight=z_loss_weight,
+            transform=transform or LogitTransform(),
+            operand=operand,
+            chunk_bytes=chunk_bytes or _CHUNK_BYTES.get(device, _CHUNK_BYTES_ELSEWHERE),
+            with_gradient=torch.is_grad_enabled(),
+        )
 
     @property
     def exact(self) -> torch.dtype:

@@ -81,12 +81,14 @@ class LossSums:
     target_tokens: Tensor
 
 
-def shift_labels(labels_BT: Tensor) -> Tensor:
+def shift_labels(labels_BT: Tensor, positions: int | None = None) -> Tensor:
     """Labels in Hugging Face's habit (label t = token t) -> the target of each position (token t + 1).
 
-    The last position has no target. Shifting the labels rather than slicing the logits spares a copy of the
-    largest tensor of the step.
+    The last position has no target, unless labels hold one column more than there are `positions`: the token that
+    follows the row. Shifting the labels rather than slicing the logits spares a copy of the largest tensor of the step.
     """
+    if positions is not None and labels_BT.shape[1] == positions + 1:
+        return labels_BT[:, 1:]
     return F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
@@ -101,12 +103,12 @@ def logits_sums(logits_BTV: Tensor, labels_BT: Tensor, *, z_loss_weight: float =
     Args:
         logits_BTV: what the model returned for `input_ids`, any floating type; exponentials and sums are float32
             (float64 for float64 logits).
-        labels_BT: unshifted labels, `IGNORE_INDEX` where nothing is to be learnt. No target at all gives 0 with a zero
-            gradient, never NaN.
+        labels_BT: unshifted labels, `IGNORE_INDEX` where nothing is to be learnt; one more column than logits where
+            the last position is to be scored too. No target at all gives 0 with a zero gradient, never NaN.
 
     Besides the logits, the only [tokens, V] tensor is their gradient, in their own type.
     """
-    targets_N = shift_labels(labels_BT).to(logits_BTV.device).flatten()
+    targets_N = shift_labels(labels_BT, logits_BTV.shape[1]).to(logits_BTV.device).flatten()
     total, sums = _LogitsSums.apply(logits_BTV.flatten(0, 1), targets_N, z_loss_weight)
     return loss_sums(total, sums, targets_N)
 
@@ -139,6 +141,25 @@ def scores_to_gradient_(
         if transform.scale != 1.0:
             scores_NV.mul_(transform.scale)
     return torch.cat([per_row[:, :3].sum(dim=0), per_row[:, 3:].amax(dim=0)])
+
+
+def nats_(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """-log p of each row's target, [N]; overwrites the logits."""
+    top = logits_NV.amax(dim=1, keepdim=True)
+    of_target = logits_NV.gather(1, targets_N[:, None]) - top
+    return (logits_NV.sub_(top).exp_().sum(dim=1, keepdim=True).log() - of_target)[:, 0]
+
+
+def logits_nats(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """-log p of every target that is not `IGNORE_INDEX`, row by row, from final logits: float32 (float64 for float64).
+
+    Args:
+        targets_BT: what each position is to predict (not shifted).
+    """
+    exact = torch.float64 if logits_BTV.dtype == torch.float64 else torch.float32
+    logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
+    where = (targets_N != IGNORE_INDEX).nonzero()[:, 0].split(block_rows(logits_NV.device, logits_NV.shape[1]))
+    return torch.cat([nats_(logits_NV[block].to(exact), targets_N[block]) for block in where])
 
 
 def add_up(blocks: list[Tensor], like: Tensor) -> Tensor:

@@ -134,7 +134,9 @@ def _not_causal(logits: Any, changed: Tensor) -> str | None:
     if logits.isnan().any():
         return "its logits are not numbers"
     visible = logits[..., : _visible(logits)].float()
-    difference = (visible - changed[..., : visible.shape[-1]].float())[:, :_SEEN].abs().max() / visible.std()
+    difference = (visible - changed[..., : visible.shape[-1]].float())[:, :_SEEN].abs().max()
+    if bool(difference != 0):  # a head of zeros, whose logits are all equal, has no deviation to divide by
+        difference = difference / visible.std()
     if not float(difference) <= _limit(logits):
         return (
             "its logits depend on tokens that follow, or on chance: other tokens behind the first "

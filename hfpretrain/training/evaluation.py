@@ -1,7 +1,8 @@
 """Held-out loss and bits per byte: every real token scored once, sums only, no logits kept.
 
 A document is start token + real tokens + end token. The start token is context and never a target, the end token is
-not scored, so the targets are exactly the tokens that stand for the document's bytes.
+not scored, so the targets are exactly the tokens that stand for the document's bytes. Windows, and what a token is
+predicted from, are those of `hfpretrain.bpb` with the start token as prefix.
 
 Shape suffixes: B rows, T positions of a row.
 """
@@ -16,67 +17,45 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hfpretrain.bpb.windows import Windows, cut_windows, dealt
 from hfpretrain.data.documents import Documents
 from hfpretrain.loss import IGNORE_INDEX, count_targets
 
 
 @dataclass(frozen=True)
 class EvaluationWindows:
-    """Windows of at most `sequence_length` tokens over held-out documents, longest first.
-
-    A document longer than one window goes on in the next one, which repeats the last token of the former as its only
-    context: each real token is a target once. Windows never hold two documents, so no architecture can leak here.
-    """
+    """Windows over held-out documents, none of which holds two documents, so no architecture can leak here."""
 
     documents: Documents
-    starts: np.ndarray  # int64 [num_windows], offset of the first token in documents.tokens
-    lengths: np.ndarray  # int64 [num_windows], tokens of the window; all but the first are targets
+    windows: Windows
 
     @property
     def num_targets(self) -> int:
-        return int((self.lengths - 1).sum())
+        return self.windows.num_scored
 
     def batches(
         self, *, rows: int, rank: int = 0, world_size: int = 1, padding_id: int = 0
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield this rank's batches, `input_ids` and `labels` int64 [B, T], padded on the right.
+        """Yield this rank's batches, longest windows first: `input_ids` int64 [B, T], padded on the right, and `labels`
+        int64 [B, T + 1] in Hugging Face's habit (label t = token t) with the token that the last input predicts.
 
-        Every rank gets the same number of batches (ZeRO-3 gathers weights in step): a rank without work left repeats
-        the first batch with no label, which adds nothing to the sums.
+        Every rank gets the same number of batches; one without work left repeats the first with no label.
         """
-        num_batches = math.ceil(len(self.starts) / rows)
-        for turn in range(math.ceil(num_batches / world_size)):
-            index = turn * world_size + rank
-            first = index * rows if index < num_batches else 0
-            batch = self._batch(slice(first, first + rows), padding_id)
-            if index >= num_batches:
-                batch["labels"].fill_(IGNORE_INDEX)
-            yield batch
+        for numbers, counts in dealt(self.windows.batches(rows=rows), rank=rank, world_size=world_size):
+            input_ids, targets = self.windows.filled(numbers, self._read, padding_id=padding_id)
+            labels = np.pad(targets, ((0, 0), (1, 0)), constant_values=IGNORE_INDEX)
+            if not counts:
+                labels.fill(IGNORE_INDEX)
+            yield {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
 
-    def _batch(self, chosen: slice, padding_id: int) -> dict[str, torch.Tensor]:
-        starts, lengths = self.starts[chosen], self.lengths[chosen]
-        input_ids = np.full((len(starts), int(lengths.max())), padding_id, dtype=np.int64)
-        labels = np.full_like(input_ids, IGNORE_INDEX)
-        for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-            input_ids[row, :length] = self.documents.tokens.read(start, length)
-            labels[row, 1:length] = input_ids[row, 1:length]
-        return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+    def _read(self, document: int, start: int, stop: int) -> np.ndarray:
+        return self.documents.tokens.read(int(self.documents.starts[document]) + start, stop - start)
 
 
 def evaluation_windows(documents: Documents, sequence_length: int) -> EvaluationWindows:
-    """Cut every document, without its end token, into windows of `sequence_length` tokens that overlap by one."""
-    if sequence_length < 2:
-        raise ValueError(f"sequence_length is {sequence_length}; a window needs at least 2 tokens to score one")
-    stride = sequence_length - 1
-    targets = documents.lengths - 2  # without the start and the end token
-    windows_per_document = -(-targets // stride)
-    document = np.repeat(np.arange(len(targets)), windows_per_document)
-    first_window = np.cumsum(windows_per_document) - windows_per_document
-    offset = (np.arange(len(document)) - first_window[document]) * stride
-    starts = documents.starts[document] + offset
-    lengths = np.minimum(targets[document] - offset, stride) + 1
-    longest_first = np.argsort(-lengths, kind="stable")
-    return EvaluationWindows(documents=documents, starts=starts[longest_first], lengths=lengths[longest_first])
+    """Cut every document, without its end token, into windows of `sequence_length` inputs; see `bpb.windows`."""
+    real_tokens = documents.lengths - 2  # without the start and the end token
+    return EvaluationWindows(documents, cut_windows(real_tokens, max_length=sequence_length))
 
 
 @torch.no_grad()
@@ -92,7 +71,7 @@ def evaluate_bits_per_byte(
     """Score all windows over all ranks; every rank returns the same numbers.
 
     Args:
-        cross_entropy_sum: `{"input_ids": [B, T], "labels": [B, T]}` -> nats, the sum over all targets: of a model
+        cross_entropy_sum: `{"input_ids": [B, T], "labels": [B, T + 1]}` -> nats, the sum over all targets: of a model
             with a fused loss `model(**batch).cross_entropy`; eval mode is the caller's business.
         rows: rows of a forward pass on one rank; changes speed and memory, not the result.
 
