@@ -87,9 +87,10 @@ def find_models(args: CompareArguments, problems: list[Problem]) -> list[ModelCa
 
 def find_text(args: CompareArguments, problems: list[Problem]) -> Corpus:
     """The documents; an empty corpus where that is a problem."""
-    columns = {"text_column": args.text_column, "domain_column": args.domain_column, "id_column": args.id_column}
     try:
-        return read_corpus(args.data, **columns)
+        return read_corpus(
+            args.data, text_column=args.text_column, domain_column=args.domain_column, id_column=args.id_column
+        )
     except ConfigError as error:
         problems += error.problems
         return Corpus([], [], [], "")
@@ -98,7 +99,9 @@ def find_text(args: CompareArguments, problems: list[Problem]) -> Corpus:
 def encode_faithfully(card: ModelCard, corpus: Corpus, problems: list[Problem]) -> Encoded:
     """Token ids of every document; a tokenizer that is not the one the model was trained with becomes a problem."""
     if other := tokenizer_disagreement(card.tokenizer, corpus.texts):
-        remedy = "set tokenizer_class to TokenizersBackend in its tokenizer_config.json: tokenizer.json is then used as it is"
+        remedy = (
+            "in its tokenizer_config.json set tokenizer_class to TokenizersBackend: it takes tokenizer.json as it is"
+        )
         problems.append(Problem(other, card.name, "models", remedy))
     return encode(card.tokenizer, corpus.texts)
 
@@ -128,8 +131,14 @@ def score_model(name: str, ids: list[np.ndarray], args: CompareArguments, device
     loaded = load(name, dtype=args.dtype, prefix=args.prefix, device=device)
     if PartialState().is_main_process:
         print(f"scoring   {name}: {len(ids):,} documents, {sum(map(len, ids)):,} tokens", flush=True)
-    choices = {"max_length": args.max_length, "stride": args.stride, "batch_size": args.batch_size}
-    return score(loaded, ids, prefix_id=loaded.prefix_id, **choices)
+    return score(
+        loaded,
+        ids,
+        prefix_id=loaded.prefix_id,
+        max_length=args.max_length,
+        stride=args.stride,
+        batch_size=args.batch_size,
+    )
 
 
 def write(record: dict[str, object], path: Path) -> None:

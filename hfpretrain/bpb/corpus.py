@@ -63,8 +63,8 @@ def read_corpus(
     """Read everything that `names` says into memory.
 
     Args:
-        names: what `--dataset` takes (`hfpretrain.data.sources`): files, globs, save_to_disk folders, hub names, stdlib.
-            Of a table each row is a document, of text files each file.
+        names: what `--dataset` takes (`hfpretrain.data.sources`): files, globs, save_to_disk folders, hub
+            names, stdlib. Of a table each row is a document, of text files each file.
         domain_column: column that holds the domain. Default: the name of the source, without folder and ending where
             that is enough to tell it from the others.
         id_column: column that holds the id. Default: the file, seen from the folder that all files share, and the row

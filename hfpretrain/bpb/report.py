@@ -23,8 +23,8 @@ def print_report(result: Mapping[str, Any]) -> None:
         console = Console(highlight=False, width=_WIDTH)
     data = result["data"]
     console.print(
-        f"{data['documents']:,} documents, {data['text_bytes']:,} bytes, the largest {data['largest_share']:.1%} of them;"
-        f" fingerprint {data['fingerprint']}"
+        f"{data['documents']:,} documents, {data['text_bytes']:,} bytes, the largest {data['largest_share']:.1%} of "
+        f"them; fingerprint {data['fingerprint']}"
     )
     console.print(_model_table(result))
     domains = next(iter(result["models"].values()))["domains"]
@@ -110,7 +110,9 @@ def _pair_table(result: Mapping[str, Any]) -> Table:
 
 def _lines(result: Mapping[str, Any]) -> list[str]:
     models, data, choices = result["models"], result["data"], result["choices"]
-    lines = [f"prefix    {name}: {model['scoring']['prefix_id']}, {model['prefix_why']}" for name, model in models.items()]
+    lines = [
+        f"prefix    {name}: {model['scoring']['prefix_id']}, {model['prefix_why']}" for name, model in models.items()
+    ]
     lines += [f"note      {line}" for line in result["disagreements"]]
     lines += [f"note      {name}: {note}" for name, model in models.items() for note in model["notes"]]
     if len({model["scoring"]["max_length"] for model in models.values()}) > 1:

@@ -1,4 +1,4 @@
-"""Everything that a comparison found, as one JSON-able mapping: choices, fingerprints, figures, nats of each document."""
+"""Everything that a comparison found, as one JSON-able mapping: choices, fingerprints, figures, nats of documents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Scored:
 
 
 def labels(names: Sequence[str]) -> list[str]:
-    """The shortest ends of the names, in whole path parts, that tell them apart: runs/a/checkpoint-9 -> a/checkpoint-9."""
+    """The shortest ends of the names, in whole path parts, that tell them apart: runs/a/last -> a/last."""
     parts = [PurePath(name).parts for name in names]
     for count in range(1, max(map(len, parts), default=0) + 1):
         ends = ["/".join(part[-count:]) for part in parts]

@@ -138,9 +138,7 @@ def _hub(name: str) -> list[SourceFile]:
     paths = [entry["filename"] for entry in data.cache_files]
     rows = sum(open_table(path).num_rows for path in paths)
     if rows != len(data):  # a data set that is a selection of its files' rows: never seen for a whole split
-        raise SourceError(
-            f"{name}: its files hold {rows} rows but its train split {len(data)}; save_to_disk it first"
-        )
+        raise SourceError(f"{name}: its files hold {rows} rows but its train split {len(data)}; save_to_disk it first")
     return [SourceFile("arrow", path) for path in paths]
 
 
