@@ -7,7 +7,8 @@ were started is checked in `hfpretrain.launch_checks`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -16,9 +17,12 @@ from typing import Any
 from hfpretrain.arguments import DataArguments, ModelArguments, PretrainArguments
 from hfpretrain.arguments.rules import check_length, check_values
 from hfpretrain.attention import varlen_attentions
+from hfpretrain.data.documents import Documents, shared_documents
 from hfpretrain.data.isolation import Way, ways
+from hfpretrain.data.sources import SourceError, find_sources
 from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.launch_checks import check_deepspeed, check_launch, deepspeed_config
+from hfpretrain.training.evaluation import METRICS
 from hfpretrain.training.schedule import check_schedule, lr_factor, resolve_steps
 
 DEFAULT_WARMUP_FRACTION = 0.02
@@ -117,7 +121,7 @@ def check_start(data_args: DataArguments, args: PretrainArguments) -> RunLength:
     Raises:
         ConfigError: all contradictions at once.
     """
-    problems = check_launch(args) + check_deepspeed(deepspeed_config(args), args)
+    problems = check_launch(args) + check_deepspeed(deepspeed_config(args), args) + check_eval_data(data_args, args)
     try:
         run = derive(args, data_args, world_size=args.world_size)
     except ConfigError as error:
@@ -194,6 +198,38 @@ def check_arguments(model_args: ModelArguments, data_args: DataArguments, args: 
     return [problem for _, problem in check_values(values, sources=args.sources)]
 
 
+def eval_sources(entries: Sequence[str]) -> dict[str, str]:
+    """`--eval_data` entries, checked by `check_eval_data` -> name: source."""
+    return {name: source for name, _, source in (entry.partition("=") for entry in entries)}
+
+
+def check_eval_data(data_args: DataArguments, args: PretrainArguments) -> list[Problem]:
+    """Entries that are no name=source, names that are given twice or would be read as another metric, no such data."""
+    problems = []
+    seen: set[str] = set()
+    for entry in data_args.eval_data:
+        name, equals, source = entry.partition("=")
+        what = ""
+        remedy = "name=source, the name of letters, digits and - . _, such as wiki=wiki/*.jsonl"
+        if not (equals and source and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)):
+            what = "a held-out set is written name=source"
+        elif name in seen:
+            what, remedy = f"two held-out sets have the name {name}", "one name for each; one source may be a glob"
+        elif name in METRICS:
+            what = f"a held-out set named {name} would be logged as eval_{name}, which is a metric already"
+            remedy = f"another name than {', '.join(METRICS)}"
+        else:
+            try:
+                find_sources([source])
+            except SourceError as error:
+                what = f"this held-out data cannot be found: {str(error).removeprefix(f'--dataset {source}: ')}"
+                remedy = "correct the source; it is one that --dataset takes"
+        seen.add(name)
+        if what:
+            problems.append(Problem(what, entry, _source(args, "eval_data"), remedy))
+    return problems
+
+
 def check_model(config: Any, tokenizer: Any, data_args: DataArguments, args: PretrainArguments) -> list[Problem]:
     """What a model's configuration cannot do with this data.
 
@@ -247,13 +283,22 @@ def model_notes(config: Any) -> list[str]:
 
 
 def check_data(
-    *, num_blocks: int, num_validation_documents: int, run: RunLength, data_args: DataArguments, args: PretrainArguments
+    *,
+    num_blocks: int,
+    num_validation_documents: int,
+    run: RunLength,
+    data_args: DataArguments,
+    args: PretrainArguments,
+    train: Documents | None = None,
+    named: Mapping[str, Documents] | None = None,
 ) -> tuple[list[Problem], list[str]]:
     """(problems, notes) about the amount of data.
 
     Args:
         num_blocks: rows in one epoch of the training data.
         num_validation_documents: documents held out.
+        train: the training documents, in which those of `named` are looked for.
+        named: the sets of `eval_data`.
     """
     problems = []
     notes = []
@@ -268,9 +313,24 @@ def check_data(
         if epochs > EPOCHS_WORTH_REPEATING:
             line += f"; repeats teach less beyond about {EPOCHS_WORTH_REPEATING} (Muennighoff et al. 2023)"
         notes.append(line)
-    if num_validation_documents == 0 and str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no":
+    evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
+    if num_validation_documents == 0 and not data_args.eval_data and evaluates:
         what = "evaluation is asked for, but the hash held out no document"
         given = f"validation_fraction={data_args.validation_fraction}"
         remedy = "a larger validation_fraction, or eval_strategy: no"
         problems.append(Problem(what, given, _source(args, "validation_fraction"), remedy))
+    if train is not None:
+        notes += _overlap_notes(train, named or {})
     return problems, notes
+
+
+def _overlap_notes(train: Documents, named: Mapping[str, Documents]) -> list[str]:
+    """A line for each held-out set that shares documents with the training data, or of which it was not counted."""
+    notes = []
+    for name, documents in named.items():
+        shared = shared_documents(documents, train)
+        if shared is None:
+            notes.append(f"eval_data {name}: too large to look for its documents in the training data")
+        elif shared:
+            notes.append(f"eval_data {name}: {shared:,} of its {len(documents):,} documents are training data as well")
+    return notes

@@ -27,6 +27,8 @@ def write_run_json(
     model_parameters: int | None,
     plan: Mapping[str, Any] | None = None,
     parent: str | None = None,
+    start_id: int | None = None,
+    end_id: int | None = None,
 ) -> Path:
     """Write `output_dir/run.json`; call it on one process only.
 
@@ -37,6 +39,8 @@ def write_run_json(
         model_parameters: number of parameters, tied ones once.
         plan: derived numbers (steps, rows, ...), JSON-able.
         parent: the checkpoint that this run branches from, where it has one.
+        start_id, end_id: tokens that each training document began and ended with; a model is best asked about a text
+            behind the token that its training texts had before them.
     """
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -49,6 +53,8 @@ def write_run_json(
         "plan": dict(plan or {}),
         "data_fingerprint": data_fingerprint,
         "model_parameters": model_parameters,
+        "start_id": start_id,
+        "end_id": end_id,
         "parent": parent,
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "versions": versions(),

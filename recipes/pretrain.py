@@ -35,7 +35,15 @@ from hfpretrain.data.tokenizer import load_tokenizer
 from hfpretrain.errors import ConfigError, refuse
 from hfpretrain.launch_checks import check_agreement
 from hfpretrain.model import build_model, load_config, load_model
-from hfpretrain.preflight import check_data, check_model, check_start, isolation_ways, model_notes, schedule
+from hfpretrain.preflight import (
+    check_data,
+    check_model,
+    check_start,
+    eval_sources,
+    isolation_ways,
+    model_notes,
+    schedule,
+)
 from hfpretrain.run_record import write_run_json
 from hfpretrain.training.checkpoints import resume_point
 from hfpretrain.training.evaluation import evaluation_windows
@@ -59,14 +67,13 @@ def main(argv: list[str] | None = None) -> None:
     sample = iter_texts(data_args.dataset, text_column=column, validation_fraction=fraction, max_bytes=2**25)
     tokenizer_name = model_args.tokenizer_name or model_args.model_name_or_path or model_args.config_name
     tokenizer = load_tokenizer(str(tokenizer_name), texts=sample, cache_dir=cache_dir)
-    train, held_out, report = load_documents(
-        data_args.dataset,
-        tokenizer,
-        text_column=column,
-        validation_fraction=fraction,
-        cache_dir=cache_dir,
-        num_proc=data_args.preprocessing_num_workers,
-    )
+    workers = data_args.preprocessing_num_workers
+    tokenised = partial(load_documents, text_column=column, cache_dir=cache_dir, num_proc=workers)
+    train, held_out, report = tokenised(data_args.dataset, tokenizer, validation_fraction=fraction)
+    named = {
+        name: tokenised([source], tokenizer, validation_fraction=0.0)[0]
+        for name, source in eval_sources(data_args.eval_data).items()
+    }
     pack = {"concat": pack_concat, "best_fit": pack_best_fit, "single": pack_single}[data_args.packing]
     index = pack(train.lengths, data_args.sequence_length)
     say(f"data      {report}")
@@ -81,7 +88,13 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer=tokenizer,
     )
     problems, notes = check_data(
-        num_blocks=index.num_blocks, num_validation_documents=len(held_out), run=run, data_args=data_args, args=args
+        num_blocks=index.num_blocks,
+        num_validation_documents=len(held_out),
+        run=run,
+        data_args=data_args,
+        args=args,
+        train=train,
+        named=named,
     )
     same = check_agreement(checkpoint=checkpoint, length=run, data=report.fingerprint, config=config)
     refuse(problems + check_model(config, tokenizer, data_args, args) + same)
@@ -111,11 +124,13 @@ def main(argv: list[str] | None = None) -> None:
         collator=PackedCollator(None),  # the trainer puts the one that isolates in its place
         num_steps=run.num_steps,
     )
+    sets = {"": held_out} | named
+    windows = {name: evaluation_windows(text, run.sequence_length) for name, text in sets.items() if len(text)}
     trainer = PretrainTrainer(
         model,
         args,
         train_dataset=steps,
-        eval_dataset=evaluation_windows(held_out, run.sequence_length) if len(held_out) else None,
+        eval_dataset=windows or None,
         lr_factor=schedule(args, run),
         tokenizer=tokenizer,
         isolation=isolation,
@@ -129,6 +144,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     if args.process_index == 0:
         record = partial(write_run_json, output_dir, model_args=model_args, data_args=data_args, args=args)
+        record = partial(record, start_id=train.start_id, end_id=train.end_id)
         record(plan=run.as_dict(), data_fingerprint=report.fingerprint, model_parameters=flops.parameters)
 
     # 5. Train, save a plain Hugging Face model, score the held-out text.
@@ -140,10 +156,13 @@ def main(argv: list[str] | None = None) -> None:
         return
     trainer.save_model()
     trainer.save_state()
-    if len(held_out):
+    if windows:
         metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)
-        say(f"held out  {metrics['eval_bpb']:.4f} bits per byte, {metrics['eval_loss']:.4f} nats per token")
+        for name in windows:
+            bpb, loss = (metrics[f"eval_{name}_{key}" if name else f"eval_{key}"] for key in ("bpb", "loss"))
+            say(f"held out  {bpb:.4f} bits per byte, {loss:.4f} nats per token{name and f': {name}'}")
+    if len(held_out):
         original = "".join(report.validation_texts()).encode()
         for name, squeezed in (("xz -9", lzma.compress(original, preset=9)), ("bz2", bz2.compress(original))):
             bits = 8 * len(squeezed) / len(original)

@@ -51,7 +51,9 @@ def test_each_real_token_is_a_target_once(length: int, rows: int, world_size: in
             assert inputs.shape[1] <= length
             assert labels.shape == (len(inputs), inputs.shape[1] + 1)
             targets = labels[labels != IGNORE_INDEX]
-            also_input = (labels[:, :-1] != IGNORE_INDEX) & (labels[:, 1:] != IGNORE_INDEX)  # the last is only predicted
+            also_input = (labels[:, :-1] != IGNORE_INDEX) & (
+                labels[:, 1:] != IGNORE_INDEX
+            )  # the last is only predicted
             assert torch.equal(labels[:, :-1][also_input], inputs[also_input])
             assert (labels[:, 0] == IGNORE_INDEX).all()
             seen += targets.tolist()

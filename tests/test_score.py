@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -83,25 +82,36 @@ def test_windows_give_each_token_the_context_that_is_promised(stride: int) -> No
     np.testing.assert_allclose(scores.nats, expected, rtol=1e-12)
 
 
-class _BiasHead(torch.nn.Linear):
-    """A head with a bias, as Phi's."""
-
-
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True},
     "gemma2": {  # a softcap between head and logits, windows in every other layer
-        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **{"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "final_logit_softcapping": 2.0},
-        **{"sliding_window": 4, "initializer_range": 0.5},
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "final_logit_softcapping": 2.0,
+        "sliding_window": 4,
+        "initializer_range": 0.5,
     },
     "phi": {  # a head with a bias
-        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
         "max_position_embeddings": 64,
     },
     "mixtral": {
-        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **{"num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 64},
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "max_position_embeddings": 64,
     },
     "mamba": {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2},
 }
@@ -167,7 +177,7 @@ class _LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [tensor for tensor in (result if isinstance(result, tuple | list) else [result])]
+        made = result if isinstance(result, tuple | list) else [result]
         self.numel = max([self.numel, *(t.numel() for t in made if isinstance(t, torch.Tensor))])
         return result
 
@@ -176,7 +186,9 @@ def test_no_logits_of_a_whole_batch_are_made(monkeypatch: pytest.MonkeyPatch) ->
     vocabulary, rows, length, width = 4001, 8, 32, 16
     sizes = {"hidden_size": width, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = _model("llama", torch.float32, vocab_size=vocabulary, **sizes)
-    monkeypatch.setitem(vars(__import__("hfpretrain.loss.head", fromlist=["_"]))["_CHUNK_BYTES"], "cpu", 4 * 9 * vocabulary)
+    monkeypatch.setitem(
+        vars(__import__("hfpretrain.loss.head", fromlist=["_"]))["_CHUNK_BYTES"], "cpu", 4 * 9 * vocabulary
+    )
     with measured(model) as scorer, _LargestTensor() as largest:
         scorer.score(_documents([32] * 16), prefix_id=PREFIX, max_length=length, batch_size=rows)
     assert largest.numel == vocabulary * width  # the weight itself
@@ -215,9 +227,10 @@ def test_everything_wrong_is_said_at_once() -> None:
 def test_nats_that_are_not_finite_name_the_document() -> None:
     model = _model("llama", torch.float32)
     documents = [np.array([1, 2, 3]), np.array([4, 90, 5, 6])]
-    with measured(model) as scorer, pytest.raises(FloatingPointError, match=r"1 of 2 documents.*document 1"):
+    with measured(model) as scorer:
         model.get_input_embeddings().weight.data[90] = math.inf
-        scorer.score(documents, prefix_id=PREFIX, max_length=LENGTH)
+        with pytest.raises(FloatingPointError, match=r"1 of 2 documents.*document 1"):
+            scorer.score(documents, prefix_id=PREFIX, max_length=LENGTH)
 
 
 def test_half_precision_weights_are_scored_in_float32() -> None:

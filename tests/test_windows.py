@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -55,6 +56,10 @@ def test_every_token_once_with_as_much_context_as_fits(stride: int, has_prefix: 
     assert windows.mean_context == pytest.approx(sum(context) / len(context), rel=1e-12)
 
 
+def _slice(stream: np.ndarray, _: int, start: int, stop: int) -> np.ndarray:
+    return stream[start:stop]
+
+
 def test_full_stride_is_lm_evals_rolling_windows() -> None:
     """Written from the description of lm-eval 0.4.13's windows with context_len 1: inputs and targets are equal."""
     for count in range(1, 40):
@@ -67,11 +72,10 @@ def test_full_stride_is_lm_evals_rolling_windows() -> None:
             expected.append((inputs, list(range(predicted, end))))
             predicted = end
         windows = cut_windows(np.array([count]), max_length=LENGTH)
+        read = partial(_slice, np.array(stream))
         found = []
         for number in range(len(windows)):
-            inputs, targets = windows.filled(
-                np.array([number]), lambda _, start, stop: np.array(stream)[start:stop], padding_id=-7
-            )
+            inputs, targets = windows.filled(np.array([number]), read, padding_id=-7)
             found.append((inputs[0].tolist(), targets[0][targets[0] != NO_TARGET].tolist()))
         assert found == expected
 

@@ -90,6 +90,14 @@ class DataArguments:
         "Share of the documents held out, chosen by a hash of their text. 0.005 costs little training data and is "
         "enough for a stable bits-per-byte from about 100 MB of text on; 0 turns evaluation off.",
     )
+    eval_data: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Further held-out sets, each name=source with a source as --dataset takes it: wiki=wiki/*.jsonl. "
+            "Scored whole and logged as eval_<name>_bpb, beside the documents that validation_fraction holds out. "
+            "Default none: those are of the training data's own kind, which says nothing about other text."
+        },
+    )
     sequence_length: int = _arg(
         1024,
         "Tokens per row. 1024 fits every architecture's default position limit; longer rows cost attention time and "
@@ -249,7 +257,7 @@ class PretrainArguments(TrainingArguments):
     )
     eval_strategy: str = _arg(
         "steps",
-        "no or steps. Default: steps, or no where validation_fraction is 0.",
+        "no or steps. Default: steps, or no where validation_fraction is 0 and there is no eval_data.",
     )
     eval_steps: float | None = _arg(
         500,
@@ -332,7 +340,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArgume
     classes = (ModelArguments, DataArguments, PretrainArguments)
     reading = read_command_line(classes, argv)
     values = SimpleNamespace(**reading.values)
-    if values.validation_fraction == 0 and reading.sources["eval_strategy"] == "default":
+    nothing_held_out = values.validation_fraction == 0 and not values.eval_data
+    if nothing_held_out and reading.sources["eval_strategy"] == "default":
         values.eval_strategy = "no"
     rules = check_values(values, sources=reading.sources)
     refuse(reading.problems + [problem for fields, problem in rules if not reading.bad_fields.intersection(fields)])

@@ -193,9 +193,11 @@ def _trainer(book: _Book) -> None:
         book.note("remove_unused_columns", what, "leave it false")
     if not v.ignore_data_skip:
         book.note("ignore_data_skip", "the data already start at the step that a resumed run is at", "leave it true")
-    if v.validation_fraction == 0 and str(getattr(v.eval_strategy, "value", v.eval_strategy)) != "no":
+    evaluates = str(getattr(v.eval_strategy, "value", v.eval_strategy)) != "no"
+    if v.validation_fraction == 0 and not v.eval_data and evaluates:
         what = "evaluation is asked for, but no document is held out"
-        book.note("eval_strategy", what, "set validation_fraction, or eval_strategy: no", also=("validation_fraction",))
+        remedy = "set validation_fraction or eval_data, or eval_strategy: no"
+        book.note("eval_strategy", what, remedy, also=("validation_fraction",))
     by_launcher = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     if by_launcher and v.deepspeed:
         # Seen here, before TrainingArguments is built: building it deletes the launcher's variable.

@@ -175,7 +175,9 @@ def _start_added(tokenizer: Any, texts: Sequence[str], ids: Sequence[np.ndarray]
     if start is None:
         return []
     pairs = zip(texts, ids, strict=True)
-    bad = [n for n, (text, row) in enumerate(pairs) if len(row) and row[0] == start and _begins_otherwise(text, tokenizer)]
+    bad = [
+        n for n, (text, row) in enumerate(pairs) if len(row) and row[0] == start and _begins_otherwise(text, tokenizer)
+    ]
     if not bad:
         return []
     what = "the tokenizer puts its start token before a text although add_special_tokens is false; it would be scored"

@@ -15,8 +15,14 @@ from typing import Any
 
 import torch
 import xxhash
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers import PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import cached_file
 
 from hfpretrain.bpb.score import Scorer, vocabulary_size
@@ -89,7 +95,7 @@ def read_card(name: str, *, prefix: str = "trained") -> ModelCard:
         tokenizer = AutoTokenizer.from_pretrained(place.folder, **place.gguf)
     except Exception as error:
         what = f"there is no tokenizer beside the model: {_first_line(error)}"
-        remedy = "put the tokenizer it was trained with into the folder: AutoTokenizer.from_pretrained(WHERE).save_pretrained(FOLDER)"
+        remedy = "save the one it was trained with there: AutoTokenizer.from_pretrained(IT).save_pretrained(FOLDER)"
         raise _problem(what, name, remedy) from error
     vocabulary = vocabulary_size(config)
     problems, notes = _vocabularies(name, tokenizer, vocabulary)
@@ -121,7 +127,9 @@ def load(
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(place.folder, **kwargs)
     except Exception as error:
-        raise _problem(f"its weights cannot be loaded: {_first_line(error)}", name, "a causal language model") from error
+        raise _problem(
+            f"its weights cannot be loaded: {_first_line(error)}", name, "a causal language model"
+        ) from error
     model: PreTrainedModel = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):
         what = f"{len(missing)} weights of {type(model).__name__} are missing and would be drawn at random"

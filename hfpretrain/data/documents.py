@@ -66,6 +66,28 @@ class Documents:
         return self.tokens.read(int(self.starts[number]), int(self.lengths[number]))
 
 
+def shared_documents(these: Documents, others: Documents, *, most_reads: int = 200_000) -> int | None:
+    """How many of these documents are, token by token, among the others; tokenised alike.
+
+    Only documents with as many tokens and as many bytes are read. None: more than `most_reads` of them, too many to
+    read for a note (10 million documents of some thousand bytes share both numbers with few; very short ones do not).
+    """
+
+    def sizes(documents: Documents) -> np.ndarray:
+        packed: np.ndarray = documents.lengths.astype(np.uint64) << np.uint64(32) | documents.text_bytes.astype(
+            np.uint64
+        )
+        return packed
+
+    mine, theirs = sizes(these), sizes(others)
+    alike = np.flatnonzero(np.isin(theirs, mine))
+    candidates = np.flatnonzero(np.isin(mine, theirs[alike]))
+    if len(alike) + len(candidates) > most_reads:
+        return None
+    known = {others.document(number).astype(np.int64).tobytes() for number in alike.tolist()}
+    return sum(these.document(number).astype(np.int64).tobytes() in known for number in candidates.tolist())
+
+
 @dataclass(frozen=True)
 class DataReport:
     """What tokenising found, for the log and run.json. Tokens include start and end tokens; bytes are UTF-8."""

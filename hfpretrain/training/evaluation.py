@@ -21,6 +21,8 @@ from hfpretrain.bpb.windows import Windows, cut_windows, dealt
 from hfpretrain.data.documents import Documents
 from hfpretrain.loss import IGNORE_INDEX, count_targets
 
+METRICS = ("loss", "ppl", "bpb", "target_tokens", "text_bytes", "seconds")  # logged with a prefix such as eval_
+
 
 @dataclass(frozen=True)
 class EvaluationWindows:

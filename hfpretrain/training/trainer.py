@@ -51,7 +51,8 @@ class PretrainTrainer(WholeCheckpointTrainer):
         args: `gradient_accumulation_steps` must be 1: how many micro-batches a step has is a matter of the data;
             `max_steps` -1 or the length of train_dataset.
         train_dataset: item s is this rank's list of micro-batches of optimizer step s.
-        eval_dataset: held-out windows, scored by `evaluate`.
+        eval_dataset: held-out windows, scored by `evaluate`; or several by name, logged as eval_<name>_bpb and so on,
+            those named "" as eval_bpb.
         lr_factor: 0-based step -> multiple of the base learning rate.
         fingerprint: what identifies the data and its order; with the size of a step it decides which rows a step number
             means, and a checkpoint of another fingerprint is not resumed.
@@ -72,7 +73,7 @@ class PretrainTrainer(WholeCheckpointTrainer):
         *,
         train_dataset: TrainingSteps,
         lr_factor: Callable[[int], float],
-        eval_dataset: EvaluationWindows | None = None,
+        eval_dataset: EvaluationWindows | Mapping[str, EvaluationWindows] | None = None,
         fingerprint: Mapping[str, Any] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         isolation: Sequence[Way] = (),
@@ -88,7 +89,8 @@ class PretrainTrainer(WholeCheckpointTrainer):
         if args.max_steps not in (-1, len(train_dataset)):
             raise ValueError(f"max_steps is {args.max_steps}, but the training steps are {len(train_dataset)}: say one")
         args.max_steps = len(train_dataset)
-        super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        sets: Any = dict(eval_dataset) if isinstance(eval_dataset, Mapping) else eval_dataset
+        super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=sets, **kwargs)
         self.causal_lm = model  # what is in every wrapper, and what a checkpoint holds
         self.steps = train_dataset
         self.lr_factor = lr_factor
@@ -337,12 +339,22 @@ class PretrainTrainer(WholeCheckpointTrainer):
 
     def evaluate(  # type: ignore[override]
         self,
-        eval_dataset: EvaluationWindows | None = None,
+        eval_dataset: EvaluationWindows | Mapping[str, EvaluationWindows] | None = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Held-out loss, perplexity and bits per byte; exact for every batch size and number of ranks."""
-        windows = eval_dataset if eval_dataset is not None else cast(EvaluationWindows, self.eval_dataset)
+        """Held-out loss, perplexity and bits per byte; exact for every batch size and number of ranks.
+
+        Several sets by name: one after another, each with its name in the keys of its metrics.
+        """
+        windows: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(windows, Mapping):
+            metrics: dict[str, float] = {}
+            for name, named in windows.items():
+                metrics |= self.evaluate(
+                    named, ignore_keys, f"{metric_key_prefix}_{name}" if name else metric_key_prefix
+                )
+            return metrics
         model, start = self.model_wrapped, time.perf_counter()
         was_training = model.training
         model.eval()
