@@ -17,7 +17,7 @@ ALLOWED = {
     "bpb": {"data", "loss"},
 }
 PURE = [
-    *("bpb.windows", "data.packing", "data.order", "training.schedule", "errors"),
+    *("bpb.windows", "bpb.compare", "bpb.coders", "data.packing", "data.order", "training.schedule", "errors"),
     *("planning.flops", "planning.budget", "planning.scaling_laws"),
 ]
 

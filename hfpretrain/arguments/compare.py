@@ -25,7 +25,7 @@ class CompareArguments:
     models: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Causal language models: folders, checkpoint-N folders of a run that goes on, hub names, .gguf files. "
+            "help": "Causal language models: folders, checkpoint-N folders of a running run, hub names, .gguf files. "
             "Each is scored with the tokenizer beside it. No default."
         },
     )
@@ -63,7 +63,7 @@ class CompareArguments:
     )
     batch_size: int = _arg(
         8,
-        "Most windows of a forward pass. Speed and memory only. Default 8: 8 x 2048 tokens fit beside 1B weights in 24 GB.",
+        "Most windows of a forward pass; speed and memory only. Default 8: with a 1B model, 8 x 2048 tokens fit 24 GB.",
     )
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = _arg(
         "float32",

@@ -15,7 +15,7 @@ unlike loss per token. It is a ratio of sums, not a mean of documents.
 _INPUTS = """
 Args:
     predictions: nats of each document, -ln p summed over all its tokens.
-    references: the original texts (strings), never what a tokenizer decodes; or their UTF-8 lengths in bytes (integers).
+    references: the original texts (strings), never what a tokenizer decodes; or their UTF-8 lengths (integers).
 Returns:
     bpb: bits per byte; NaN where there is no byte.
     byte_perplexity: 2 ** bpb.
