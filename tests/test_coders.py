@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import bz2
 import lzma
 import random
 import shutil
+import subprocess
+from pathlib import Path
 
 from hfpretrain.bpb.coders import coded_bytes
 
@@ -18,6 +21,15 @@ def test_the_whole_text_is_one_piece() -> None:
     assert sizes["bz2 -9"] == len(bz2.compress(noise + noise, 9)) != len(bz2.compress(noise + noise, 1))
     assert ("zstd -19" in sizes) == (shutil.which("zstd") is not None)
     assert 300_000 < sizes.get("zstd -19", 300_001) < 302_000
+
+
+def test_the_strongest_settings_are_used() -> None:
+    data = Path(argparse.__file__).read_bytes()
+    sizes = coded_bytes(data)
+    assert sizes["xz -9"] == len(lzma.compress(data, preset=9)) < len(lzma.compress(data, preset=1))
+    if "zstd -19" in sizes:
+        fast = subprocess.run(["zstd", "-1", "-c"], input=data, stdout=subprocess.PIPE, check=True).stdout
+        assert sizes["zstd -19"] < 0.9 * len(fast)
 
 
 def test_nothing_and_noise() -> None:
