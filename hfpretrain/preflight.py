@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -196,11 +196,6 @@ def check_arguments(model_args: ModelArguments, data_args: DataArguments, args: 
     """The rules that `parse` applies, for dataclasses that were built by hand."""
     values = SimpleNamespace(**{**vars(model_args), **vars(data_args), **vars(args)})
     return [problem for _, problem in check_values(values, sources=args.sources)]
-
-
-def eval_sources(entries: Sequence[str]) -> dict[str, str]:
-    """`--eval_data` entries, checked by `check_eval_data` -> name: source."""
-    return {name: source for name, _, source in (entry.partition("=") for entry in entries)}
 
 
 def check_eval_data(data_args: DataArguments, args: PretrainArguments) -> list[Problem]:

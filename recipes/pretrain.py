@@ -35,15 +35,7 @@ from hfpretrain.data.tokenizer import load_tokenizer
 from hfpretrain.errors import ConfigError, refuse
 from hfpretrain.launch_checks import check_agreement
 from hfpretrain.model import build_model, load_config, load_model
-from hfpretrain.preflight import (
-    check_data,
-    check_model,
-    check_start,
-    eval_sources,
-    isolation_ways,
-    model_notes,
-    schedule,
-)
+from hfpretrain.preflight import check_data, check_model, check_start, isolation_ways, model_notes, schedule
 from hfpretrain.run_record import write_run_json
 from hfpretrain.training.checkpoints import resume_point
 from hfpretrain.training.evaluation import evaluation_windows
@@ -72,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     train, held_out, report = tokenised(data_args.dataset, tokenizer, validation_fraction=fraction)
     named = {
         name: tokenised([source], tokenizer, validation_fraction=0.0)[0]
-        for name, source in eval_sources(data_args.eval_data).items()
+        for name, source in data_args.eval_sources.items()
     }
     pack = {"concat": pack_concat, "best_fit": pack_best_fit, "single": pack_single}[data_args.packing]
     index = pack(train.lengths, data_args.sequence_length)

@@ -204,8 +204,9 @@ def test_defaults_follow() -> None:
     _, data, args = parse([*GOOD, "--validation_fraction", "0"])
     assert args.eval_strategy == "no"
     assert data.validation_fraction == 0
-    _, _, args = parse(GOOD)
-    assert args.eval_strategy == "steps"
+    for words in ([], ["--validation_fraction", "0", "--eval_data", "a=b.txt"]):
+        _, _, args = parse([*GOOD, *words])
+        assert args.eval_strategy == "steps"
     assert (args.gradient_accumulation_steps, args.accumulation_asked) == (1, None)
     for asked in (1, 4):
         _, _, args = parse([*GOOD, "--gradient_accumulation_steps", str(asked)])

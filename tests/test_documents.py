@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hfpretrain.data import tokenise
 from hfpretrain.data.collator import PackedBlocks, PackedCollator
-from hfpretrain.data.documents import DataReport, Documents, load_documents
+from hfpretrain.data.documents import DataReport, Documents, load_documents, shared_documents
 from hfpretrain.data.packing import pack_best_fit
 from hfpretrain.data.sources import SourceError
 from hfpretrain.data.tokenizer import END_TOKEN, START_TOKEN, byte_tokenizer
@@ -292,3 +292,13 @@ def test_a_stock_trainer_trains_on_packed_blocks(load: Load, tmp_path: Path) -> 
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[0] == pytest.approx(np.log(258), abs=0.5)
     assert losses[-1] < 3.0
+
+
+def test_documents_in_two_sets_are_counted(tmp_path: Path, load: Any) -> None:
+    """Only equal texts count, not equal lengths; "ab" is there twice and its copy elsewhere counts once."""
+    train, _, _ = load(write_jsonl(tmp_path / "train.jsonl", ["ab", "cd", "efg", "ab", "long text"]))
+    other, _, _ = load(write_jsonl(tmp_path / "other.jsonl", ["ab", "dc", "gfe", "long text", "new"]))
+    assert shared_documents(other, train) == 2
+    assert shared_documents(train, other) == 3
+    assert shared_documents(other, train, most_reads=3) is None
+    assert shared_documents(train, train) == 5

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hfpretrain.loss import IGNORE_INDEX, count_targets, head_sums, logits_sums, shift_labels, token_mean_loss
-from hfpretrain.loss.sums import LogitTransform
+from hfpretrain.loss.head import head_nats
+from hfpretrain.loss.sums import LogitTransform, logits_nats
 
 TOKENS, WIDTH, VOCABULARY = 13, 6, 31  # divisible by nothing
 
@@ -223,3 +224,34 @@ def test_mean_loss_divides_by_the_count_of_the_whole_step() -> None:
     outputs = {"logits": logits}
     assert token_mean_loss(outputs, labels, z_loss_weight=0.1).item() == pytest.approx(total.item() / 5)
     assert token_mean_loss(outputs, labels, torch.tensor(20), z_loss_weight=0.1).item() == pytest.approx(total / 20)
+
+
+@pytest.mark.parametrize(
+    "transform", [None, LogitTransform(scale=0.5, softcap=2.0, vocabulary=29)], ids=["plain", "capped"]
+)
+def test_nats_of_single_targets_are_the_definition(transform: LogitTransform | None) -> None:
+    hidden, weight, bias = (tensor.detach() for tensor in _head())
+    targets = torch.arange(TOKENS) * 2
+    logits = (hidden @ weight.T + bias)[:, : 29 if transform else VOCABULARY]
+    if transform:
+        logits = 2.0 * torch.tanh(0.5 * logits / 2.0)
+    expected = [
+        math.log(math.fsum(math.exp(score) for score in row)) - row[target]
+        for row, target in zip(logits.tolist(), targets.tolist(), strict=True)
+    ]
+    for chunk_bytes in (8 * VOCABULARY * 4, None):  # four tokens at a time, all at once
+        made = head_nats(hidden, weight, targets, bias_V=bias, transform=transform, chunk_bytes=chunk_bytes)
+        assert made.dtype == torch.float64
+        torch.testing.assert_close(made, torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=0)
+    where = torch.full((1, TOKENS), IGNORE_INDEX)
+    where[0, 3:7] = targets[3:7]
+    torch.testing.assert_close(logits_nats(logits[None], where), made[3:7], rtol=1e-13, atol=0)
+
+
+def test_labels_of_one_more_column_score_the_last_position() -> None:
+    logits = torch.randn(2, 5, VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    labels = torch.randint(0, VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(1))
+    expected = -logits.log_softmax(-1).gather(2, labels[:, 1:, None]).sum()
+    assert logits_sums(logits, labels).cross_entropy.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert count_targets(labels) == 10
+    assert torch.equal(shift_labels(labels, 6), shift_labels(labels))

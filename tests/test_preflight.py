@@ -173,3 +173,21 @@ def test_model_and_data() -> None:
     assert notes[0].startswith("8.00 epochs of 102,400 tokens; repeats teach less")
     problems, _ = check_data(num_blocks=0, num_validation_documents=0, run=run, data_args=data_args, args=args)
     assert len(problems) == 2
+
+
+def test_everything_wrong_with_held_out_sets_comes_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    entries = ["plain", "=x.txt", f"a b={tmp_path}/a.txt", f"good={tmp_path}/a.txt", f"good={tmp_path}/*.txt"]
+    entries += [f"bpb={tmp_path}/a.txt", f"gone={tmp_path}/gone.jsonl", f"odd={tmp_path}/*.gz"]
+    _, data_args, args = parse([*BASE, "--max_steps", "3", "--eval_data", *entries])
+    with pytest.raises(ConfigError) as error:
+        check_start(data_args, args)
+    message = str(error.value)
+    assert message.startswith("7 problems")
+    assert message.count("is written name=source") == 3
+    assert message.count("cannot be found: no file matches") == 2
+    assert "two held-out sets have the name good" in message
+    assert "logged as eval_bpb, which is a metric already" in message
+    _, data_args, args = parse([*BASE, "--max_steps", "3", "--eval_data", entries[3]])
+    assert check_start(data_args, args).num_steps == 3
+    assert data_args.eval_sources == {"good": f"{tmp_path}/a.txt"}

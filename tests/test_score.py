@@ -133,6 +133,20 @@ def test_batches_do_not_change_any_architecture(name: str) -> None:
             np.testing.assert_allclose(scores.nats, expected, rtol=1e-6)
 
 
+class _Doubling(torch.nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 2.0 * super().forward(hidden)
+
+
+def test_a_head_that_is_more_than_its_matrix_is_scored_from_the_logits() -> None:
+    model = _model("llama", torch.float32)
+    model.lm_head.__class__ = _Doubling
+    expected = [_by_hand(model, ids, length=LENGTH, stride=LENGTH, prefix=PREFIX) for ids in _documents()]
+    scores = score(model, _documents(), prefix_id=PREFIX, max_length=LENGTH)
+    assert scores.verdict.startswith("from the logits")
+    np.testing.assert_allclose(scores.nats, expected, rtol=1e-6)
+
+
 def test_a_model_whose_padding_matters_is_scored_alone() -> None:
     model = _model("llama", torch.float32)
     with measured(model) as scorer:

@@ -129,6 +129,11 @@ class DataArguments:
     def __post_init__(self) -> None:
         self.cache_dir = os.path.expanduser(self.cache_dir)
 
+    @property
+    def eval_sources(self) -> dict[str, str]:
+        """name: source of each entry of eval_data; `preflight.check_eval_data` says what is wrong with them."""
+        return {name: source for name, _, source in (entry.partition("=") for entry in self.eval_data)}
+
 
 @dataclass
 class PretrainArguments(TrainingArguments):

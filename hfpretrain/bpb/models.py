@@ -89,7 +89,7 @@ def read_card(name: str, *, prefix: str = "trained") -> ModelCard:
     try:
         config = AutoConfig.from_pretrained(place.folder, **place.gguf)
     except Exception as error:
-        remedy = "a folder with a config.json, a hub name that is in the cache or can be reached, or a .gguf file"
+        remedy = "a folder with a config.json, a hub name that can be reached, or a .gguf file (pip install gguf)"
         raise _problem(f"no model can be read here: {_first_line(error)}", name, remedy) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(place.folder, **place.gguf)
