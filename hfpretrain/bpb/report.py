@@ -39,7 +39,7 @@ def print_report(result: Mapping[str, Any]) -> None:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", overflow="fold")
+        table.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=bool(number))
     return table
 
 
@@ -52,10 +52,9 @@ def _model_table(result: Mapping[str, Any]) -> Table:
     table = _table(
         "bits per byte of the whole text; fewer are better",
         *("model", "bpb", "95 % interval", "nats/token", "tokens/byte", "tokens", "bytes", "lossy", "prefix"),
-        *("max_length", "stride", "context (tokens, bytes)"),
     )
     for name, model in result["models"].items():
-        scoring = model["scoring"]
+        prefix = model["scoring"]["prefix_id"]
         table.add_row(
             escape(name),
             f"{model['bpb']:.4f}",
@@ -65,17 +64,14 @@ def _model_table(result: Mapping[str, Any]) -> Table:
             f"{model['tokens']:,}",
             f"{model['text_bytes']:,}",
             f"{model['lossy_documents']:,}",
-            "none" if scoring["prefix_id"] is None else str(scoring["prefix_id"]),
-            f"{scoring['max_length']:,}",
-            f"{scoring['stride']:,}",
-            f"{scoring['mean_context']:,.0f}, {model['mean_context_bytes']:,.0f}",
+            "none" if prefix is None else str(prefix),
         )
     table.add_section()
     for name, coder in result["reference"].items():
         table.add_row(name, f"{coder['bpb']:.4f}", *[""] * 4, f"{result['data']['text_bytes']:,}")
     for name, model in result["models"].items():
         vocabulary = f"{model['scoring']['vocabulary']:,}"
-        table.add_row(escape(f"uniform over {vocabulary} ({name})"), f"{model['uniform_bound']:.4f}")
+        table.add_row(escape(f"uniform over {vocabulary}: {name}"), f"{model['uniform_bound']:.4f}")
     return table
 
 
@@ -110,9 +106,14 @@ def _pair_table(result: Mapping[str, Any]) -> Table:
 
 def _lines(result: Mapping[str, Any]) -> list[str]:
     models, data, choices = result["models"], result["data"], result["choices"]
-    lines = [
-        f"prefix    {name}: {model['scoring']['prefix_id']}, {model['prefix_why']}" for name, model in models.items()
-    ]
+    lines = []
+    for name, model in models.items():
+        scoring = model["scoring"]
+        lines.append(f"prefix    {name}: {scoring['prefix_id']}, {model['prefix_why']}")
+        lines.append(
+            f"windows   {name}: {scoring['max_length']:,} tokens, stride {scoring['stride']:,}; a token saw "
+            f"{scoring['mean_context']:,.0f} tokens ({model['mean_context_bytes']:,.0f} bytes) before it on average"
+        )
     lines += [f"note      {line}" for line in result["disagreements"]]
     lines += [f"note      {name}: {note}" for name, model in models.items() for note in model["notes"]]
     if len({model["scoring"]["max_length"] for model in models.values()}) > 1:
