@@ -40,15 +40,16 @@ def main(argv: list[str] | None = None) -> None:
     state = PartialState(cpu=not torch.accelerator.is_available())
     cards = find_models(args, problems)
     read = find_text(args, problems)
-    encoded = [encode_faithfully(card, read, problems) for card in cards]
-    lossy = lossy_documents([card.name for card in cards], encoded, read.ids)
+    encoded = encode_faithfully(cards, read, problems)
+    lossy = lossy_documents(list(encoded), list(encoded.values()), read.ids)
     corpus = without_lossy(read, lossy, args, problems)
     refuse(problems)
 
     # 2. The same documents for every model; one model in memory at a time.
     kept = set(corpus.ids)
     models = []
-    for card, one in zip(cards, encoded, strict=True):
+    for card in cards:
+        one = encoded[card.name]
         ids = [tokens for identity, tokens in zip(read.ids, one.ids, strict=True) if identity in kept]
         models.append(Scored(card, one, score_model(card.name, ids, args, state.device)))
     if not state.is_main_process:
@@ -96,14 +97,20 @@ def find_text(args: CompareArguments, problems: list[Problem]) -> Corpus:
         return Corpus([], [], [], "")
 
 
-def encode_faithfully(card: ModelCard, corpus: Corpus, problems: list[Problem]) -> Encoded:
-    """Token ids of every document; a tokenizer that is not the one the model was trained with becomes a problem."""
-    if other := tokenizer_disagreement(card.tokenizer, corpus.texts):
-        remedy = (
-            "in its tokenizer_config.json set tokenizer_class to TokenizersBackend: it takes tokenizer.json as it is"
-        )
-        problems.append(Problem(other, card.name, "models", remedy))
-    return encode(card.tokenizer, corpus.texts)
+def encode_faithfully(cards: list[ModelCard], corpus: Corpus, problems: list[Problem]) -> dict[str, Encoded]:
+    """Model -> ids of every document; a tokenizer that is not the one the model was trained with becomes a problem."""
+    encoded = {}
+    for card in cards:
+        if other := tokenizer_disagreement(card.tokenizer, corpus.texts):
+            remedy = (
+                "in its tokenizer_config.json set tokenizer_class to TokenizersBackend: it takes tokenizer.json as is"
+            )
+            problems.append(Problem(other, card.name, "models", remedy))
+        try:
+            encoded[card.name] = encode(card.tokenizer, corpus.texts)
+        except ConfigError as error:
+            problems += error.problems
+    return encoded
 
 
 def without_lossy(
