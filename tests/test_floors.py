@@ -10,8 +10,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "hfpretrain"
 # The only modules that join rooms.
 MIDDLE = {"training", "preflight", "launch_checks"}
-# Rooms between: what they may use is listed as for a room on the ground, and the middle floor may use them.
-# What a room may use of the others; a room that is not listed may use none. Everybody may use `errors`.
+# What a room may use of the others; a room that is not listed may use none. Everybody may use `errors`. `bpb` stands
+# between: it joins two rooms, and training uses it.
 ALLOWED = {
     "model": {"initialisation"},
     "bpb": {"data", "loss"},

@@ -4,7 +4,8 @@
     bits per byte  = sum of nats / (ln 2 * sum of UTF-8 bytes)
 
 Windows never hold two documents, so nothing can leak from one to another on any architecture. Several windows in one
-row would save nothing but padding, and of that `Windows.batches` leaves little.
+row would save nothing but padding, and of that `Windows.batches` leaves at most 0.3 % of the positions of a corpus and
+2 % of those of 25 Bible chapters, manuals or source files (windows of 1024, batches of 8).
 
 Shape suffixes: B rows, T positions of a row.
 """
@@ -189,15 +190,13 @@ class Scorer:
         )
 
     @torch.no_grad()
-    def window_nats(
-        self, windows: Windows, read: Callable[[int, int, int], np.ndarray], *, rows: int, progress: bool = True
-    ) -> np.ndarray:
+    def window_nats(self, windows: Windows, read: Callable[[int, int, int], np.ndarray], *, rows: int) -> np.ndarray:
         """Nats of each window, float64 [windows], the same on every rank: each is computed once and added to zeros."""
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         least = _LEAST_POSITIONS.get(self.device.type, _LEAST_POSITIONS_ELSEWHERE)
         batches = windows.batches(rows=rows, least_positions=least)
         nats = np.zeros(len(windows))
-        with tqdm(total=len(windows), desc="scoring", unit="window", delay=2, disable=rank or not progress) as bar:
+        with tqdm(total=len(windows), desc="scoring", unit="window", delay=2, disable=rank > 0) as bar:
             for numbers, counts in dealt(batches, rank=rank, world_size=world_size):
                 inputs, targets = (torch.from_numpy(a) for a in windows.filled(numbers, read, padding_id=PADDING_ID))
                 found = self.fused.nats(self.forward, {"input_ids": inputs.to(self.device)}, targets.to(self.device))
