@@ -42,6 +42,7 @@ bench: $(BENCH_READY)  ## the side-by-side benchmarks of benchmarks/
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/noise_scale.py
 	$(BIN)/python benchmarks/end_to_end.py
+	$(BIN)/python benchmarks/bpb.py
 
 clean:  ## remove the virtual environment and the caches of tests
 	rm -rf .venv .cache

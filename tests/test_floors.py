@@ -17,7 +17,7 @@ ALLOWED = {
     "bpb": {"data", "loss"},
 }
 PURE = [
-    *("bpb.windows", "data.packing", "data.order", "errors"),
+    *("bpb.windows", "bpb.compare", "bpb.coders", "data.packing", "data.order", "errors"),
     *("training.schedule", "training.batch_ramp", "training.adaptive_ramp", "training.noise_estimate"),
     *("planning.flops", "planning.budget", "planning.scaling_laws", "planning.critical_batch"),
 ]

@@ -54,3 +54,15 @@ def test_every_file_that_is_named_exists() -> None:
     )
     assert len(named) >= 12
     assert not [name for name in named if not (README.parent / name).exists()]
+
+
+def test_every_test_that_the_documents_name_exists() -> None:
+    root = README.parent
+    named = {
+        found
+        for page in [README, *(root / "docs").glob("*.md")]
+        for found in re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) >= 20
+    missing = [f"{file}::{name}" for file, name in named if f"def {name}(" not in (root / file).read_text("utf-8")]
+    assert not missing

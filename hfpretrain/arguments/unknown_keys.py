@@ -38,6 +38,6 @@ HABITS = {
 def unknown_key(key: str, value: Any, *, source: str, names: Iterable[str]) -> Problem:
     """The problem for a key that no field has, with the nearest field as the remedy."""
     names = list(names)
-    near = [HABITS[key]] if key in HABITS else difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    near = [HABITS[key]] if HABITS.get(key) in names else difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     remedy = f"did you mean {near[0]}?" if near else "see --help for the fields there are"
     return Problem(f"there is no field {key!r}", f"{key}: {value}", source, remedy)

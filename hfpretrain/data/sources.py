@@ -97,11 +97,11 @@ def _local(name: str) -> list[SourceFile]:
     if not paths and Path(name).is_file():
         paths = [name]  # a file whose own name contains [ or *
     if not paths:
-        raise SourceError(f"--dataset {name}: no file matches, seen from {Path.cwd()}")
+        raise SourceError(f"{name}: no file matches, seen from {Path.cwd()}")
     unknown = [path for path in paths if Path(path).suffix not in _KINDS]
     if unknown:
         raise SourceError(
-            f"--dataset {name}: cannot tell how to read {unknown[0]}; known endings: {' '.join(sorted(_KINDS))}"
+            f"{name}: cannot tell how to read {unknown[0]}; known endings: {' '.join(sorted(_KINDS))}"
             " (compressed files: decompress them first)"
         )
     return [SourceFile(_KINDS[Path(path).suffix], str(Path(path).resolve())) for path in paths]
@@ -132,15 +132,13 @@ def _hub(name: str) -> list[SourceFile]:
         data = datasets.load_dataset(repository, config or None, split="train")
     except Exception as error:
         raise SourceError(
-            f"--dataset {name}: no such file or folder here, and the hub data set could not be loaded "
+            f"{name}: no such file or folder here, and the hub data set could not be loaded "
             f"({type(error).__name__}: {error}). A configuration is named as owner/name:config."
         ) from error
     paths = [entry["filename"] for entry in data.cache_files]
     rows = sum(open_table(path).num_rows for path in paths)
     if rows != len(data):  # a data set that is a selection of its files' rows: never seen for a whole split
-        raise SourceError(
-            f"--dataset {name}: its files hold {rows} rows but its train split {len(data)}; save_to_disk it first"
-        )
+        raise SourceError(f"{name}: its files hold {rows} rows but its train split {len(data)}; save_to_disk it first")
     return [SourceFile("arrow", path) for path in paths]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -52,18 +52,31 @@ def plan_spans(sources: Sources) -> list[Span]:
 
 
 def read_span(span: Span, *, text_column: str) -> Iterator[tuple[int, str]]:
-    """(row number from 0, text) of every document of a span, empty ones too.
+    """(row number from 0, text) of every document of a span, empty ones too; errors as in `read_columns`."""
+    for row, values in read_columns(span, {"text_column": text_column}):
+        yield row, values[0]
+
+
+def read_columns(span: Span, columns: Mapping[str, str]) -> Iterator[tuple[int, list[str]]]:
+    """(row number from 0, values) of every document of a span.
+
+    Args:
+        columns: flag that names it -> column, in the order of the values. "text_column" stands for all of a text file,
+            and must hold text; other columns may hold whole numbers too, which become text.
 
     Raises:
-        SourceError: text that is not valid UTF-8, a row that is no JSON object, lacks the column or holds something
-            other than text there. The message names the file and the row, counted from 1, and the columns there are.
+        SourceError: text that is not valid UTF-8, a row that is no JSON object, lacks a column or holds something else
+            there. The message names the file and the row, counted from 1, the columns there are, and the flag.
     """
     if span.kind == "text":
-        yield 0, _decoded(Path(span.path).read_bytes(), span.path, 0)
+        missing = [f"--{flag} {column}" for flag, column in columns.items() if flag != "text_column"]
+        if missing:
+            raise SourceError(f"{span.path}: a text file has no columns; leave out {' and '.join(missing)}")
+        yield 0, [_decoded(Path(span.path).read_bytes(), span.path, 0)]
     elif span.kind == "jsonl":
-        yield from _read_jsonl(span, text_column)
+        yield from _read_jsonl(span, columns)
     else:
-        yield from _read_columnar(span, text_column)
+        yield from _read_columnar(span, columns)
 
 
 def where(path: str, row: int) -> str:
@@ -81,7 +94,7 @@ def _decoded(data: bytes, path: str, row: int) -> str:
         ) from error
 
 
-def _read_jsonl(span: Span, text_column: str) -> Iterator[tuple[int, str]]:
+def _read_jsonl(span: Span, columns: Mapping[str, str]) -> Iterator[tuple[int, list[str]]]:
     with open(span.path, "rb") as file:
         if span.start:  # a line belongs to the span in which it begins
             file.seek(span.start - 1)
@@ -91,7 +104,7 @@ def _read_jsonl(span: Span, text_column: str) -> Iterator[tuple[int, str]]:
         while file.tell() < span.stop and (line := file.readline()):
             if line.strip():
                 try:
-                    yield lines, _json_text(line, text_column)
+                    yield lines, _json_values(line, columns)
                 except _BadRowError as bad:
                     first_row = _lines_before(span) if first_row is None else first_row
                     row = first_row + lines
@@ -107,7 +120,7 @@ class _BadRowError(ValueError):
         self.undecodable = undecodable
 
 
-def _json_text(line: bytes, text_column: str) -> str:
+def _json_values(line: bytes, columns: Mapping[str, str]) -> list[str]:
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -115,12 +128,25 @@ def _json_text(line: bytes, text_column: str) -> str:
     except ValueError as error:
         raise _BadRowError(f"not valid JSON ({error}); a jsonl file has one JSON object per line") from error
     if not isinstance(row, dict):
-        raise _BadRowError(f"a JSON {type(row).__name__}, expected an object with a {text_column!r} column")
-    if text_column not in row:
-        raise _BadRowError(f"no column {text_column!r}; its columns are {sorted(row)}. Name one with --text_column.")
-    if not isinstance(row[text_column], str):
-        raise _BadRowError(f"column {text_column!r} holds {type(row[text_column]).__name__}, expected text")
-    return str(row[text_column])
+        raise _BadRowError(
+            f"a JSON {type(row).__name__}, expected an object with a {next(iter(columns.values()))!r} column"
+        )
+    for flag, column in columns.items():
+        if column not in row:
+            raise _BadRowError(_no_column(flag, column, row))
+    return [_as_text(flag, column, row[column]) for flag, column in columns.items()]
+
+
+def _no_column(flag: str, column: str, names: Iterable[str]) -> str:
+    return f"no column {column!r}; its columns are {sorted(names)}. Name one with --{flag}."
+
+
+def _as_text(flag: str, column: str, value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if flag != "text_column" and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise _BadRowError(f"column {column!r} holds {type(value).__name__}, expected text")
 
 
 def _lines_before(span: Span) -> int:
@@ -139,36 +165,36 @@ def _open_parquet(path: str) -> pq.ParquetFile:
     return pq.ParquetFile(path, memory_map=True)
 
 
-def _read_columnar(span: Span, text_column: str) -> Iterator[tuple[int, str]]:
+def _read_columnar(span: Span, columns: Mapping[str, str]) -> Iterator[tuple[int, list[str]]]:
     if span.kind == "parquet":
         parquet = _open_parquet(span.path)
         names = parquet.schema_arrow.names
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(span.start))
     else:
         names, row = open_table(span.path).column_names, span.start
-    if text_column not in names:
-        raise SourceError(
-            f"{span.path}: no column {text_column!r}; its columns are {sorted(names)}. Name one with --text_column."
-        )
+    for flag, column in columns.items():
+        if column not in names:
+            raise SourceError(f"{span.path}: {_no_column(flag, column, names)}")
+    wanted = list(dict.fromkeys(columns.values()))  # one column may have two uses
     if span.kind == "parquet":
-        batches = parquet.iter_batches(row_groups=range(span.start, span.stop), columns=[text_column], batch_size=1024)
+        batches = parquet.iter_batches(row_groups=range(span.start, span.stop), columns=wanted, batch_size=1024)
     else:
-        part = open_table(span.path).select([text_column]).slice(span.start, span.stop - span.start)
+        part = open_table(span.path).select(wanted).slice(span.start, span.stop - span.start)
         batches = iter(part.to_batches(max_chunksize=1024))
     for batch in batches:
-        for value in batch.column(0):
-            yield row, _columnar_text(value, span.path, row, text_column)
+        for values in zip(*(batch.column(column) for column in columns.values()), strict=True):
+            cells = zip(columns.items(), values, strict=True)
+            yield row, [_cell_text(flag, column, value, span.path, row) for (flag, column), value in cells]
             row += 1
 
 
-def _columnar_text(value: pa.Scalar, path: str, row: int, text_column: str) -> str:
+def _cell_text(flag: str, column: str, value: pa.Scalar, path: str, row: int) -> str:
     try:
-        text = value.as_py()
+        return _as_text(flag, column, value.as_py())
     except UnicodeDecodeError:
         return _decoded(value.as_buffer().to_pybytes(), path, row)
-    if not isinstance(text, str):
-        raise SourceError(f"{where(path, row)}: column {text_column!r} holds {type(text).__name__}, expected text")
-    return text
+    except _BadRowError as bad:
+        raise SourceError(f"{where(path, row)}: {bad}") from bad
 
 
 def iter_texts(

@@ -1,0 +1,1 @@
+"""`evaluate.load("hfpretrain/bpb/metric")`: the loader wants a folder whose one file has the folder's name."""
