@@ -27,6 +27,7 @@ def write_run_json(
     model_parameters: int | None,
     plan: Mapping[str, Any] | None = None,
     parent: str | None = None,
+    mup: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write `output_dir/run.json`; call it on one process only.
 
@@ -37,6 +38,7 @@ def write_run_json(
         model_parameters: number of parameters, tied ones once.
         plan: derived numbers (steps, rows, ...), JSON-able.
         parent: the checkpoint that this run branches from, where it has one.
+        mup: the run's muP spec, where it has one.
     """
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,6 +52,7 @@ def write_run_json(
         "data_fingerprint": data_fingerprint,
         "model_parameters": model_parameters,
         "parent": parent,
+        "mup": None if mup is None else dict(mup),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "versions": versions(),
         "git_commit": git_commit(),

@@ -13,9 +13,10 @@ MIDDLE = {"training", "preflight", "launch_checks"}
 # What a room may use of the others; a room that is not listed may use none. Everybody may use `errors`.
 ALLOWED = {
     "model": {"initialisation"},
+    "mup": {"initialisation", "model"},
 }
 PURE = [
-    *("data.packing", "data.order", "training.schedule", "errors"),
+    *("data.packing", "data.order", "training.schedule", "errors", "mup.rules"),
     *("planning.flops", "planning.budget", "planning.scaling_laws"),
 ]
 

@@ -55,4 +55,6 @@ CONVERTERS: dict[str, Callable[[str], Any]] = {
     "batch_tokens": token_count,
     "total_tokens": token_count,
     "config_overrides": key_values,
+    "mup_base_config": key_values,
+    "mup_overrides": key_values,
 }

@@ -26,6 +26,8 @@ from hfpretrain.data.steps import StepSampler, TrainingSteps
 from hfpretrain.errors import Problem, refuse
 from hfpretrain.launch_checks import verify_engine
 from hfpretrain.loss import FusedLoss, LossOutput, count_targets
+from hfpretrain.mup.apply import is_applied, verify_groups
+from hfpretrain.mup.spec import MupSpec
 from hfpretrain.training.counters import LocalSums, LogWindow, StepSums
 from hfpretrain.training.evaluation import EvaluationWindows, evaluate_bits_per_byte
 from hfpretrain.training.optimizer import build_optimizer, describe_groups, parameter_groups
@@ -63,6 +65,8 @@ class PretrainTrainer(WholeCheckpointTrainer):
         flops: FLOPs of one input token, for `total_flos` and, on a device whose peak is known, MFU.
         z_loss_weight: of (log Z)^2 beside the cross-entropy, 0 for none; see `hfpretrain.loss`. The loss is put on
             `model` until `fused_loss.remove()`; before the first step it is compared with the model's own logits.
+        mup: a spec that `hfpretrain.mup.apply` has put on `model`; its multipliers go into the optimizer's groups, and
+            their ratios are checked on the engine's own rates before the first step and with every log line.
     """
 
     def __init__(
@@ -78,8 +82,13 @@ class PretrainTrainer(WholeCheckpointTrainer):
         isolation: Sequence[Way] = (),
         flops: TokenFlops | None = None,
         z_loss_weight: float = 0.0,
+        mup: MupSpec | None = None,
         **kwargs: Any,
     ) -> None:
+        if mup is not None and not is_applied(model, mup):
+            raise ValueError(
+                "PretrainTrainer was given a muP spec that is not on the model: mup.apply(model, spec) first"
+            )
         if args.gradient_accumulation_steps != 1:
             raise ValueError(
                 f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, expected 1: a TrainingSteps item "
@@ -93,7 +102,8 @@ class PretrainTrainer(WholeCheckpointTrainer):
         self.steps = train_dataset
         self.lr_factor = lr_factor
         step_shape = {"batch_tokens": train_dataset.batch_tokens, "rows_per_step": train_dataset.rows_per_step}
-        self.fingerprint = {**(fingerprint or {}), **step_shape}
+        self.fingerprint = {**(fingerprint or {}), **step_shape, "mup": None if mup is None else mup.fingerprint}
+        self.mup = mup
         self.tokenizer = tokenizer
         self.isolation = isolation
         self.flops = flops or TokenFlops()
@@ -247,7 +257,13 @@ class PretrainTrainer(WholeCheckpointTrainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            groups = parameter_groups(self.causal_lm, weight_decay=self.args.weight_decay)
+            groups = parameter_groups(
+                self.causal_lm,
+                weight_decay=self.args.weight_decay,
+                lr=self.args.learning_rate,
+                eps=self.args.adam_epsilon,
+                mup=self.mup,
+            )
             if self.is_world_process_zero():
                 print(describe_groups(groups, self.causal_lm), flush=True)
             self.optimizer = build_optimizer(self.causal_lm, self.args, groups)
@@ -274,7 +290,14 @@ class PretrainTrainer(WholeCheckpointTrainer):
                 step=self.state.global_step,
                 say=self._say,
             )
+        refuse(self._mup_problems())
         return prepared
+
+    def _mup_problems(self) -> list[Problem]:
+        if self.mup is None:
+            return []
+        rates = cast(Any, self.model_wrapped).get_lr() if self.is_deepspeed_enabled else None
+        return verify_groups(cast(torch.optim.Optimizer, self.optimizer), self.mup, lrs=rates)
 
     def check(self) -> None:
         """Wrap the model and run every check that needs it, without a training step. Raises ConfigError."""
@@ -322,6 +345,7 @@ class PretrainTrainer(WholeCheckpointTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The Trainer's log line, with `loss` weighted by tokens over the whole window and our counters beside it."""
         if "loss" in logs:
+            refuse(self._mup_problems())
             logs.update(self._window.metrics(self.fused_loss.z_loss_weight))
             logs.update(self.throughput.drain())
             logs["input_tokens"] = self.state.num_input_tokens_seen
