@@ -27,7 +27,8 @@ from hfpretrain.mup.spec import MupSpec
 from hfpretrain.mup.width import hidden_size, scale_width
 
 FLAT = 0.15  # largest slope of log2 size against log2 width; the standard parametrisation has 0.5 to 2
-STALE = -0.3  # smallest slope of the change: a learning rate too small by width ** -1/2 has -0.5
+# Largest slope of the change since the start, which has more noise: a rate wrong by a power 1/2 of the width shows 0.5.
+FLAT_CHANGE = 0.3
 ROWS, TOKENS = 4, 32
 EPS = 1e-12  # at tiny gradients the default of 1e-8 would be part of what is measured
 
@@ -42,7 +43,7 @@ class Slope:
         sizes: width -> mean |x| after the last step, averaged over layers and seeds.
         at_start, size, change: slopes against log2 width of log2 mean |x| at the start and after the last step, and of
             log2 mean |x - x at the start|.
-        flat: size within FLAT of 0 and change between STALE and FLAT; where nothing grows, both at most FLAT.
+        flat: |size| < FLAT and |change| < FLAT_CHANGE; where nothing grows, the same without the absolute value.
         roles: of the parameters in it.
     """
 
@@ -92,7 +93,7 @@ def coord_check(
     widths: Sequence[int],
     steps: int = 4,
     seeds: int = 1,
-    lr: float = 3e-3,
+    lr: float = 1e-3,
     standard: bool = False,
     overrides: dict[str, Any] | None = None,
 ) -> CoordCheck:
@@ -241,7 +242,7 @@ def _slope(kind: str, sizes: list[_Sizes], spec: MupSpec) -> Slope:
         at_start=start,
         size=size,
         change=change,
-        flat=size < FLAT and change < FLAT and (not grows or (size > -FLAT and change > STALE)),
+        flat=size < FLAT and change < FLAT_CHANGE and (not grows or (size > -FLAT and change > -FLAT_CHANGE)),
         roles=tuple(
             sorted({s.role for name, s in spec.parameters.items() if name_template(name).startswith(f"{kind}.")})
         ),
