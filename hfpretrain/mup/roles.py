@@ -54,13 +54,13 @@ def place_all(
     for name, seen in uses.items():
         by_template.setdefault((name_template(name), len(shapes[name][0])), Uses()).merge(seen)
     placed: dict[str, Placed] = {}
-    problems = _bad_overrides(shapes, overrides)
+    problems, usable = _read_overrides(shapes, overrides)
     unknown: dict[str, str] = {}
     for name, sizes in shapes.items():
         seen = by_template[name_template(name), len(sizes[0])]
         module = model.get_submodule(name.rpartition(".")[0])
-        asked = next((role for pattern, role in overrides.items() if re.fullmatch(pattern, name)), None)
-        result = _as_asked(asked, sizes, seen) if asked in ROLES else _place(module, name, sizes, seen)
+        asked = next((role for pattern, role in usable.items() if pattern.fullmatch(name)), None)
+        result = _as_asked(asked, sizes, seen) if asked is not None else _place(module, name, sizes, seen)
         if isinstance(result, Placed):
             placed[name] = result
         else:
@@ -123,8 +123,7 @@ def _by_type(
     return how
 
 
-def _as_asked(role: Role | None, sizes: tuple[Shape, ...], seen: Uses) -> Placed | str:
-    assert role is not None
+def _as_asked(role: Role, sizes: tuple[Shape, ...], seen: Uses) -> Placed | str:
     infinite = frozenset(infinite_axes(sizes))
     if role not in ("hidden", "output"):
         return Placed(role, (), "as asked")
@@ -141,24 +140,28 @@ def _ratios_agree(sizes: tuple[Shape, ...], axes: frozenset[int]) -> bool:
     return all(len({shape[axis] / base[axis] for axis in axes}) == 1 for shape in sizes)
 
 
-def _bad_overrides(shapes: Mapping[str, tuple[Shape, ...]], overrides: Mapping[str, Role]) -> list[Problem]:
-    problems = []
-    for pattern, role in overrides.items():
+def _read_overrides(
+    shapes: Mapping[str, tuple[Shape, ...]], overrides: Mapping[str, Role]
+) -> tuple[list[Problem], dict[re.Pattern[str], Role]]:
+    """What is wrong with the overrides, and those with which nothing is."""
+    problems, usable = [], {}
+    for text, role in overrides.items():
+        try:
+            pattern = re.compile(text)
+        except re.error as error:
+            what = f"an override is no regular expression: {error}"
+            problems.append(Problem(what, text, "muP overrides", "correct it; a literal ( is \\("))
+            continue
         if role not in ROLES:
             what, remedy = "an override names no muP role", f"one of {', '.join(ROLES)}"
-            problems.append(Problem(what, f"{pattern}: {role}", "muP overrides", remedy))
-        try:
-            used = any(re.fullmatch(pattern, name) for name in shapes)
-        except re.error as error:
-            problems.append(
-                Problem(f"an override is no regular expression: {error}", pattern, "muP overrides", "fix it")
-            )
-            continue
-        if not used:
+            problems.append(Problem(what, f"{text}: {role}", "muP overrides", remedy))
+        elif not any(pattern.fullmatch(name) for name in shapes):
             names = ", ".join(sorted({name_template(name) for name in shapes})[:12])
             what, remedy = "an override matches no parameter", f"match a whole name, such as one of {names}"
-            problems.append(Problem(what, f"{pattern}: {role}", "muP overrides", remedy))
-    return problems
+            problems.append(Problem(what, f"{text}: {role}", "muP overrides", remedy))
+        else:
+            usable[pattern] = role
+    return problems, usable
 
 
 def _listed(sizes: tuple[Shape, ...]) -> str:

@@ -41,7 +41,7 @@ def scale_width(config: PreTrainedConfig, ratio: Fraction | int) -> PreTrainedCo
     """`config` with every width multiplied by `ratio`, a new object; of a composite model, the text part's.
 
     Raises:
-        ConfigError: a width would not be a whole number (the message lists base widths that work), or the
+        ConfigError: a width would not be a whole number (the message says which base widths work), or the
             architecture refuses the sizes.
     """
     settings = config.to_dict()
@@ -95,10 +95,9 @@ def _scaled(value: Any, ratio: Fraction | int) -> Any:
 
 def _not_whole(own: int, ratio: Fraction | int, broken: dict[str, Any], widths: dict[str, Any]) -> Problem:
     common = gcd(own, *(number for value in widths.values() for number in _numbers(value)))
-    working = [str(own * part // common) for part in range(1, common)]
     what = f"at width {own * ratio} these would be no whole numbers"
     given = ", ".join(f"{name}={value} * {ratio}" for name, value in broken.items())
-    remedy = f"a base width of {', '.join(working)}; or name the base sizes: base_config"
-    if not working:
+    remedy = f"a base width that is a multiple of {own // common}; or name the base sizes: base_config"
+    if common == 1:
         remedy = f"name the base sizes: base_config (its widths {widths} have no common divisor)"
     return Problem(what, given, "base width", remedy)
