@@ -77,8 +77,8 @@ class MupSpec:
         Raises:
             KeyError: the model has a parameter that the spec was not made for.
         """
-        name = _WRAPPERS.sub("", name)
-        for key in (name, name_template(name)):
+        bare = _WRAPPERS.sub("", name)
+        for key in (name, name_template(name), bare, name_template(bare)):
             if key in self.parameters:
                 return self.parameters[key]
         raise KeyError(f"{name}: no such parameter in this muP spec of {len(self.parameters)} kinds; infer it anew")
