@@ -81,10 +81,9 @@ def exponent(base: Spread, double: Spread) -> float | None:
 
 
 def embedding_gain(model: PreTrainedModel) -> float | None:
-    """Change of what goes into the first repeated block, per change of a token's embedding; None where none is seen."""
+    """Change of what goes into the first repeated block per change of the embeddings; None where none is seen."""
     embedding, tokens = cast(nn.Embedding, model.get_input_embeddings()), probe_tokens(model.config)
     blocks = [child[0] for child in model.modules() if isinstance(child, nn.ModuleList) and len(child)]
-    token = int(tokens[0, 0])
     entered: list[Tensor] = []
 
     def note(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -104,18 +103,17 @@ def embedding_gain(model: PreTrainedModel) -> float | None:
         with torch.no_grad():
             before = run()
             weight = embedding.weight
-            row = weight[token].clone()
-            change = 0.01 * row.std() * torch.randn(row.shape, generator=torch.Generator().manual_seed(1))
-            weight[token] += change
+            saved = weight.clone()
+            change = 0.01 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+            weight += change
             after = run()
-            weight[token] = row
+            weight.copy_(saved)
     finally:
         for handle in handles:
             handle.remove()
     if before is None or after is None or before.shape[:2] != tokens.shape:
         return None
-    moved = (after - before)[tokens == token].norm() / math.sqrt(int((tokens == token).sum()))
-    return float(moved / change.norm()) or None
+    return float((after - before).norm() / change[tokens].norm()) or None
 
 
 def forward_exponent(base: PreTrainedModel, double: PreTrainedModel) -> float | None:
