@@ -6,6 +6,7 @@ Both are real models and must fit into memory, on every rank; the run's own widt
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -21,6 +22,21 @@ from hfpretrain.mup.uses import watch_uses
 from hfpretrain.mup.width import hidden_size, scale_width
 
 MATRICES: tuple[Role, ...] = ("input", "hidden", "output")
+
+
+@dataclass(frozen=True)
+class Law:
+    """How the architecture itself initialises a parameter.
+
+    Attributes:
+        exponent: power of the width in its standard deviation.
+        std: that standard deviation at the base width; None where it is no matrix, or not random.
+        error: relative standard error of `std`.
+    """
+
+    exponent: float
+    std: float | None
+    error: float
 
 
 def infer(
@@ -50,43 +66,30 @@ def infer(
     base = base_config if base_config is not None else scale_width(config, Fraction(base_width or 0, width))
     small, double = probe_model(base), probe_model(scale_width(base, 2))
     shapes = _shapes({"base": small, "twice the base": double, "this": probe_model(config, device="meta")})
-    placed, problems = place_all(
-        small, shapes, watch_uses(small, probe_tokens(small.config)), overrides if overrides is not None else {}
-    )
-    gain = _final_gain(small, placed, problems)
-    b = forward_exponent(small, double)
+    uses = watch_uses(small, probe_tokens(small.config))
+    placed, problems = place_all(small, shapes, uses, overrides if overrides is not None else {})
+    gain, b = _final_gain(small, placed, problems), forward_exponent(small, double)
+    laws = _own_initialisation(small, double, placed, problems)
+    refuse(problems)
     vocabulary = config.get_text_config().vocab_size
     notes = [note for name, where in placed.items() if (note := _unscaled(name, shapes[name], where, vocabulary))]
     if b is None:
         notes.append("whether embeddings are multiplied by a power of the width on their way in could not be measured")
-    laws = _own_initialisation(small, double, placed, problems)
-    refuse(problems)
-    width_ratio = width / hidden_size(base)
-    embedding = small.get_input_embeddings().weight
-    scalings: dict[str, Scaling] = {}
-    for name, parameter in small.named_parameters():
-        where, (exponent_of_init, std, error) = placed[name], laws[name]
-        role: Role = "tied_gain" if gain is not None and name in gain.names else where.role
-        base_shape, _, shape = shapes[name]
-        ratio = _fan_in_ratio(base_shape, shape, where.fan_in) if where.fan_in else width_ratio
-        scalings[name] = Scaling(
-            role=role,
-            shape=shape,
-            base_shape=base_shape,
-            fan_in_ratio=ratio,
-            multipliers=multipliers(
-                role,
-                fan_in_ratio=ratio,
-                width_ratio=width_ratio,
-                weight_decay_mode=weight_decay_mode,
-                own_init_exponent=exponent_of_init,
-                forward_exponent=(b or 0.0) if parameter is embedding or role == "tied_gain" else 0.0,
-            ),
-            own_std=None if std is None else std * ratio**exponent_of_init,
-            own_std_error=error,
-            one_plus=gain is not None and name == gain.one_plus,
-            why="final norm, doubles what goes into the head" if role == "tied_gain" else where.why,
+    scalings = {
+        name: _scaling(
+            name,
+            placed[name],
+            laws[name],
+            base_shape=shapes[name][0],
+            shape=shapes[name][-1],
+            width_ratio=width / hidden_size(base),
+            weight_decay_mode=weight_decay_mode,
+            forward_exponent=b or 0.0,
+            is_embedding=parameter is small.get_input_embeddings().weight,
+            gain=gain,
         )
+        for name, parameter in small.named_parameters()
+    }
     head = next((n for n, p in small.named_parameters() if p is small.get_output_embeddings().weight), None)
     return MupSpec(
         width=width,
@@ -96,6 +99,42 @@ def infer(
         head=None if is_tied(small) else head,
         parameters=by_template(scalings),
         notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _scaling(
+    name: str,
+    where: Placed,
+    law: Law,
+    *,
+    base_shape: Shape,
+    shape: Shape,
+    width_ratio: float,
+    weight_decay_mode: WeightDecayMode,
+    forward_exponent: float,
+    is_embedding: bool,
+    gain: FinalGain | None,
+) -> Scaling:
+    holds_readout = gain is not None and name in gain.names
+    role: Role = "tied_gain" if holds_readout else where.role
+    ratio = _fan_in_ratio(base_shape, shape, where.fan_in) if where.fan_in else width_ratio
+    return Scaling(
+        role=role,
+        shape=shape,
+        base_shape=base_shape,
+        fan_in_ratio=ratio,
+        multipliers=multipliers(
+            role,
+            fan_in_ratio=ratio,
+            width_ratio=width_ratio,
+            weight_decay_mode=weight_decay_mode,
+            own_init_exponent=law.exponent,
+            forward_exponent=forward_exponent if is_embedding or holds_readout else 0.0,
+        ),
+        own_std=None if law.std is None else law.std * ratio**law.exponent,
+        own_std_error=law.error,
+        one_plus=gain is not None and name == gain.one_plus,
+        why="final norm, doubles what goes into the head" if holds_readout else where.why,
     )
 
 
@@ -140,47 +179,40 @@ def _final_gain(model: PreTrainedModel, placed: Mapping[str, Placed], problems: 
     gain = final_gain(model, [name for name, where in placed.items() if where.role == "vector"])
     if gain is None:
         what = "the head is tied to the embedding, and no gain before it could hold the readout's 1/width"
-        problems.append(
-            Problem(
-                what, "tie_word_embeddings: true", "configuration", "tie_word_embeddings: false in config_overrides"
-            )
-        )
+        remedy = "tie_word_embeddings: false in config_overrides"
+        problems.append(Problem(what, "tie_word_embeddings: true", "configuration", remedy))
     return gain
 
 
 def _own_initialisation(
     small: PreTrainedModel, double: PreTrainedModel, placed: Mapping[str, Placed], problems: list[Problem]
-) -> dict[str, tuple[float, float | None, float]]:
-    """Name -> (power of the width in the model's own initialisation, its std at the base width, that one's error).
-
-    Measured over all layers of a kind, unless they differ among themselves (such as by their depth).
-    """
+) -> dict[str, Law]:
+    """Name -> its law, measured over all layers of a kind, unless they differ among themselves (by depth, say)."""
     names = list(placed)
-    spreads = initial_spreads(small, names), initial_spreads(double, names)
+    narrow, wide = initial_spreads(small, names), initial_spreads(double, names)
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(name_template(name), []).append(name)
-    laws: dict[str, tuple[float, float | None, float]] = {}
+    laws: dict[str, Law] = {}
     for template, members in kinds.items():
-        pooled = [Spread.of(model[name] for name in members) for model in spreads]
-        a = exponent(*pooled)
+        base, twice = Spread.of(narrow[name] for name in members), Spread.of(wide[name] for name in members)
         is_matrix = placed[members[0]].role in MATRICES
+        # The spread of a vector around a mean (a gain around 1, a pattern) is no size that a rule is about.
+        a = exponent(base, twice) if is_matrix or abs(base.mean) < base.std else 0.0
         if a is None and is_matrix:
-            what = f"the initial size of {template} follows no power of the width that is known here"
-            given = f"standard deviation {pooled[0].std:.4g} at the base, {pooled[1].std:.4g} at twice its width"
-            remedy = (
-                "an initialisation (initializer_range or the like in config_overrides) that does not, or a wider base"
-            )
-            problems.append(Problem(what, given, "the architecture", remedy))
-        alike = all(
-            abs(spreads[0][n].std / pooled[0].std - 1) < 0.01 + 5 * spreads[0][n].error
-            for n in members
-            if a is not None and pooled[0].std
-        )
+            problems.append(_no_power(template, base, twice))
+        alike = all(abs(narrow[name].std - base.std) <= (0.01 + 5 * narrow[name].error) * base.std for name in members)
         for name in members:
-            own = pooled[0] if alike else spreads[0][name]
-            laws[name] = (a or 0.0, own.std if is_matrix and own.std else None, own.error)
+            own = base if alike else narrow[name]
+            laws[name] = Law(a or 0.0, own.std if is_matrix and own.std else None, own.error)
     return laws
+
+
+def _no_power(template: str, base: Spread, twice: Spread) -> Problem:
+    what = f"the initial size of {template} follows no power of the width that is known here"
+    given = f"standard deviation {base.std:.4g} at the base, {twice.std:.4g} at twice its width"
+    remedy = "a wider base, or an initialisation that does (initializer_range or the like in config_overrides)"
+    return Problem(what, given, "the architecture", remedy)
 
 
 def _unscaled(name: str, sizes: tuple[Shape, ...], where: Placed, vocabulary: int) -> str:

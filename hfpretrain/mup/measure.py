@@ -45,10 +45,13 @@ class Spread:
         return cls(int(count), total, squares)
 
     @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    @property
     def std(self) -> float:
-        mean = self.total / self.count
-        variance = self.squares / self.count - mean**2
-        return math.sqrt(variance) if variance > 1e-12 * mean**2 else 0.0
+        variance = self.squares / self.count - self.mean**2
+        return math.sqrt(variance) if variance > 1e-12 * self.mean**2 else 0.0
 
     @property
     def error(self) -> float:
