@@ -138,7 +138,7 @@ def _unexpected_values(model: PreTrainedModel, spec: MupSpec) -> list[Problem]:
         if scaling.own_std is None:
             continue
         with torch.no_grad(), gathered(parameter, write=False):
-            std = float(parameter.detach().double().std())
+            std = float(parameter.detach().float().std())
             count = parameter.numel()
         # Five standard errors of both measurements, and 3 % for layers that were measured together.
         allowed = 0.03 + 5 * (scaling.own_std_error + 1 / math.sqrt(2 * count))
