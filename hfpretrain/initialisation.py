@@ -226,7 +226,7 @@ def _make_real(twin: PreTrainedModel, names: frozenset[str], target: dict[str, T
             continue
         real = torch.empty_like(meta, device="cpu")
         if name in target:
-            with _gathered(target[name], write=False):
+            with gathered(target[name], write=False):
                 real.copy_(target[name])
         holder[key] = nn.Parameter(real, requires_grad=meta.requires_grad) if isinstance(meta, nn.Parameter) else real
 
@@ -237,7 +237,7 @@ def _release(twin: PreTrainedModel, name: str, target: Tensor | None) -> None:
     if holder[key].device.type == "meta":
         return
     if target is not None:
-        with _gathered(target, write=True):
+        with gathered(target, write=True):
             target.copy_(holder[key])
     real = holder[key]
     meta = torch.empty_like(real, device="meta")
@@ -245,7 +245,7 @@ def _release(twin: PreTrainedModel, name: str, target: Tensor | None) -> None:
 
 
 @contextmanager
-def _gathered(tensor: Tensor, *, write: bool) -> Iterator[None]:
+def gathered(tensor: Tensor, *, write: bool) -> Iterator[None]:
     """The whole of a ZeRO-3 partitioned parameter, on every rank; what rank 0 writes is kept. No-op for plain ones."""
     if not hasattr(tensor, "ds_id"):
         yield

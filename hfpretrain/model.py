@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -57,6 +58,8 @@ def load_config(
     else:
         loaded = AutoConfig.from_pretrained(config_name or model_name_or_path or "")
         config_class, base = type(loaded), loaded.to_dict()
+        if config_name:
+            base.pop("mup", None)  # what was done to other weights
     known = config_class()
     refuse(_unknown_overrides(overrides, known))
     tokens = _special_tokens(tokenizer, known) if tokenizer is not None else {}
@@ -119,6 +122,11 @@ def load_model(
 def true_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """The shape of the whole parameter; ZeRO-3 leaves (0,) in `shape` and the truth in `ds_shape`."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def name_template(name: str) -> str:
+    """A parameter's or module's name with its layer numbers starred out."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def parameter_count(model: nn.Module) -> int:

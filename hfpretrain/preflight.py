@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from hfpretrain.arguments import DataArguments, ModelArguments, PretrainArguments
 from hfpretrain.arguments.rules import check_values
 from hfpretrain.attention import varlen_attentions
@@ -19,7 +21,11 @@ from hfpretrain.data.isolation import Way, ways
 from hfpretrain.data.sources import SourceError, find_sources
 from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.launch_checks import check_deepspeed, check_launch, deepspeed_config
+from hfpretrain.model import load_config
+from hfpretrain.mup.infer import infer
+from hfpretrain.mup.spec import MupSpec
 from hfpretrain.training.evaluation import METRICS
+from hfpretrain.training.optimizer import check_mup_optimizer
 from hfpretrain.training.run_length import RunLength, derive, source_of
 
 # Muennighoff et al. 2023 (arXiv:2305.16264): up to about 4 epochs, repeated text is worth nearly as much as new text.
@@ -95,6 +101,35 @@ def check_model(config: Any, tokenizer: Any, data_args: DataArguments, args: Pre
         remedy = f"vocab_size of at least {len(tokenizer)} in config_overrides, or the model's own tokenizer"
         problems.append(Problem(what, given, source_of(args, "tokenizer_name"), remedy))
     return problems
+
+
+def mup_spec(
+    config: PreTrainedConfig, model_args: ModelArguments, args: PretrainArguments, *, tokenizer: Any
+) -> MupSpec | None:
+    """The muP of this run; None where it is not asked for.
+
+    Raises:
+        ConfigError: an optimizer without muP's rules, and everything that `hfpretrain.mup.infer` refuses.
+    """
+    changes = model_args.mup_base_config
+    if model_args.mup_base_width is None and not changes:
+        return None
+    refuse(check_mup_optimizer(args))
+    base = None
+    if changes:
+        base = load_config(
+            model_type=model_args.model_type,
+            config_name=model_args.config_name,
+            config_overrides=model_args.config_overrides | changes,
+            tokenizer=tokenizer,
+        )
+    return infer(
+        config,
+        base_width=model_args.mup_base_width,
+        base_config=base,
+        overrides=model_args.mup_overrides,
+        weight_decay_mode=model_args.mup_weight_decay,
+    )
 
 
 def isolation_ways(config: Any, model_args: ModelArguments, data_args: DataArguments) -> list[Way]:

@@ -29,6 +29,7 @@ def write_run_json(
     parent: str | None = None,
     start_id: int | None = None,
     end_id: int | None = None,
+    mup: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write `output_dir/run.json`; call it on one process only.
 
@@ -41,6 +42,7 @@ def write_run_json(
         parent: the checkpoint that this run branches from, where it has one; a later launch need not repeat it.
         start_id, end_id: tokens that each training document began and ended with; a model is best asked about a text
             behind the token that its training texts had before them.
+        mup: the run's muP spec, where it has one.
     """
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,6 +58,7 @@ def write_run_json(
         "start_id": start_id,
         "end_id": end_id,
         "parent": parent,
+        "mup": None if mup is None else dict(mup),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "versions": versions(),
         "git_commit": git_commit(),

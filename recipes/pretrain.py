@@ -34,7 +34,8 @@ from hfpretrain.data.tokenizer import load_tokenizer
 from hfpretrain.errors import ConfigError, refuse
 from hfpretrain.launch_checks import check_agreement, close_process_group
 from hfpretrain.model import build_model, load_config, load_model
-from hfpretrain.preflight import check_data, check_model, check_start, isolation_ways, model_notes
+from hfpretrain.mup.apply import apply
+from hfpretrain.preflight import check_data, check_model, check_start, isolation_ways, model_notes, mup_spec
 from hfpretrain.run_record import write_run_json
 from hfpretrain.training.checkpoints import resume_point
 from hfpretrain.training.evaluation import evaluation_windows
@@ -90,6 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     same = check_agreement(checkpoint=checkpoint, length=run, data=report.fingerprint, config=config)
     refuse(problems + check_model(config, tokenizer, data_args, args) + same)
+    mup = mup_spec(config, model_args, args, tokenizer=tokenizer)
     register_torch_varlen()
     weights = model_args.model_name_or_path
     attention = None if model_args.attn_implementation == "auto" else model_args.attn_implementation
@@ -97,6 +99,9 @@ def main(argv: list[str] | None = None) -> None:
         model = load_model(weights, config=config, attn_implementation=attention)
     else:
         model = build_model(config, seed=args.seed, attn_implementation=attention)
+    if mup is not None:
+        apply(model, mup)
+        say(mup.explain())
     flops = token_flops(model, index, isolate_documents=data_args.isolate_documents)
     say(f"model     {type(model).__name__}, {flops}")
     for note in notes + model_notes(config):
@@ -132,6 +137,7 @@ def main(argv: list[str] | None = None) -> None:
         z_loss_weight=args.z_loss_weight,
         log_noise_scale=args.log_noise_scale,
         skip_spikes=args.skip_spikes,
+        mup=mup,
     )
     if args.preflight_only:
         trainer.check()
@@ -141,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
         record = partial(write_run_json, output_dir, model_args=model_args, data_args=data_args, args=args)
         record = partial(record, start_id=train.start_id, end_id=train.end_id)
         parent = str(checkpoint) if checkpoint and checkpoint.parent.resolve() != output_dir.resolve() else None
-        record = partial(record, plan=run.as_dict(), parent=parent)
+        record = partial(record, plan=run.as_dict(), parent=parent, mup=None if mup is None else mup.as_dict())
         record(data_fingerprint=report.fingerprint, model_parameters=flops.parameters)
 
     # 5. Train, save a plain Hugging Face model, score the held-out text.

@@ -15,9 +15,10 @@ MIDDLE = {"training", "preflight", "launch_checks"}
 ALLOWED = {
     "model": {"initialisation"},
     "bpb": {"data", "loss"},
+    "mup": {"initialisation", "model"},
 }
 PURE = [
-    *("bpb.windows", "bpb.compare", "bpb.coders", "data.packing", "data.order", "errors"),
+    *("bpb.windows", "bpb.compare", "bpb.coders", "data.packing", "data.order", "errors", "mup.rules"),
     *("training.schedule", "training.batch_ramp", "training.adaptive_ramp", "training.noise_estimate"),
     *("planning.flops", "planning.budget", "planning.scaling_laws", "planning.critical_batch"),
 ]

@@ -8,7 +8,9 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 
 from hfpretrain.errors import ConfigError
+from hfpretrain.mup.infer import infer
 from hfpretrain.training.optimizer import GROUPS, build_optimizer, describe_groups, parameter_groups
+from hfpretrain.training.resume import apply_asked, hyperparameters
 
 LLAMA_LIKE = {
     "vocab_size": 32,
@@ -228,3 +230,53 @@ def test_optimizers_that_drop_the_groups_are_refused(tmp_path, monkeypatch):
         monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda *_, answer=answer: answer))
         with pytest.raises(ConfigError, match="groups would be dropped"):
             build_optimizer(model, args, groups)
+
+
+WIDE_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4, "tie_word_embeddings": False}
+
+
+def test_groups_of_mup_by_hand():
+    """Width ratio 4: hidden and head learn at a quarter, decay 4 times as much; base-rate groups come first."""
+    config = CONFIG_MAPPING["llama"](**(LLAMA_LIKE | {"hidden_size": 64, "intermediate_size": 96} | WIDE_HEADS))
+    model = AutoModelForCausalLM.from_config(config)
+    spec = infer(config, base_width=16)
+    with pytest.raises(ValueError, match="no lr: give the learning rate of the base width"):
+        parameter_groups(model, weight_decay=0.1, mup=spec)
+    groups = parameter_groups(model, weight_decay=0.1, lr=1e-2, eps=1e-8, mup=spec)
+    rows = [(g["name"], len(g["params"]), g["lr"], g["weight_decay"], g["eps"]) for g in groups]
+    assert rows == [
+        ("embeddings", 1, 1e-2, 0.0, 2.5e-9),
+        ("vectors", 5, 1e-2, 0.0, 2.5e-9),
+        ("matrices", 14, 2.5e-3, 0.4, 2.5e-9),
+        ("matrices", 1, 2.5e-3, 0.4, 1e-8),
+    ]
+    assert groups[3]["params"][0] is model.lm_head.weight
+    header, _, _, hidden, _ = describe_groups(groups, model).splitlines()
+    assert header.split()[4:9] == ["decay", "lr", "of", "base", "eps"]
+    assert hidden.split()[3:7] == ["0.4", "0.0025", "0.25", "2.5e-09"]
+    coupled = infer(config, base_width=16, weight_decay_mode="coupled")
+    decays = [g["weight_decay"] for g in parameter_groups(model, weight_decay=0.1, lr=1e-2, mup=coupled)]
+    assert decays == [0.0, 0.0, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adafactor", "rmsprop", "lion_32bit", "ademamix", "stable_adamw"])
+def test_optimizers_for_which_mup_does_not_hold_are_refused(optim, tmp_path):
+    args = TrainingArguments(tmp_path, optim=optim, use_cpu=True, report_to=[])
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "lr_multiplier": 0.5, "name": "matrices"}]
+    with pytest.raises(ConfigError, match=f"those of AdamW, and {optim} is none: ") as refused:
+        build_optimizer(nn.Linear(1, 1), args, groups)
+    assert "nobody has derived" not in str(refused.value)  # each has a reason of its own
+
+
+def test_a_resume_keeps_the_rate_of_each_group():
+    """The checkpoint's rates come back, then those asked for now, in their ratios, at the schedule's present step."""
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    groups = [{"params": [w], "lr": lr, "name": name} for w, lr, name in zip(weights, (4.0, 1.0), "ab", strict=True)]
+    optimizer = torch.optim.AdamW(groups)
+    asked = hyperparameters(optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    for group in optimizer.param_groups:  # what a checkpoint of a run with half the rate brings back
+        group["lr"], group["initial_lr"] = group["lr"] / 2, group["initial_lr"] / 2
+    apply_asked(optimizer, scheduler, asked=asked, lr_factor=lambda step: 0.25, step=7, say=lambda _: None)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.25]
+    assert scheduler.base_lrs == [4.0, 1.0]

@@ -11,10 +11,12 @@ import pytest
 from torch import nn
 from transformers import AutoConfig
 
-from hfpretrain.arguments import parse
+from hfpretrain.arguments import ModelArguments, PretrainArguments, parse
+from hfpretrain.data.tokenizer import byte_tokenizer
 from hfpretrain.errors import ConfigError
 from hfpretrain.launch_checks import check_deepspeed, check_launch, verify_engine, verify_gradient_signals
-from hfpretrain.preflight import check_data, check_model, check_start, model_notes
+from hfpretrain.model import load_config
+from hfpretrain.preflight import check_data, check_model, check_start, model_notes, mup_spec
 from hfpretrain.training.run_length import derive
 
 ROOT = Path(__file__).parent.parent
@@ -157,3 +159,25 @@ def test_everything_wrong_with_held_out_sets_comes_at_once(tmp_path: Path) -> No
     _, data_args, args = parse([*BASE, "--max_steps", "3", "--eval_data", entries[3]])
     assert check_start(data_args, args).num_steps == 3
     assert data_args.eval_sources == {"good": f"{tmp_path}/a.txt"}
+
+
+def test_the_mup_of_a_run() -> None:
+    """A base model by its width, or by the keys in which it differs; refused for an optimizer without muP's rules."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    tokenizer = byte_tokenizer()
+
+    def spec(optim: str = "adamw_torch", **changes: Any) -> Any:
+        model_args = ModelArguments(model_type="llama", config_overrides=sizes | {"num_hidden_layers": 1}, **changes)
+        config = load_config(model_type="llama", config_overrides=model_args.config_overrides, tokenizer=tokenizer)
+        return mup_spec(config, model_args, PretrainArguments(output_dir="x", optim=optim), tokenizer=tokenizer)
+
+    assert spec() is None
+    by_width = spec(mup_base_width=16)
+    by_config = spec(mup_base_config={name: size // 2 for name, size in sizes.items()})
+    assert by_width.fingerprint == by_config.fingerprint
+    assert by_width.of("model.layers.0.mlp.up_proj.weight").multipliers.lr == 0.5
+    asked = spec(mup_base_width=16, mup_weight_decay="coupled", mup_overrides={r".*up_proj\.weight": "input"})
+    assert asked.of("model.layers.0.mlp.up_proj.weight").multipliers.lr == 1.0
+    assert asked.of("model.layers.0.mlp.down_proj.weight").multipliers.weight_decay == 1.0
+    with pytest.raises(ConfigError, match="those of AdamW, and adafactor is none"):
+        spec("adafactor", mup_base_width=16)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, TrainingArguments
+from transformers import AutoConfig, TrainerCallback, TrainingArguments
 
 from hfpretrain.data.collator import PackedCollator
 from hfpretrain.data.order import BlockOrder
@@ -18,6 +18,8 @@ from hfpretrain.data.steps import TrainingSteps
 from hfpretrain.errors import ConfigError
 from hfpretrain.loss import IGNORE_INDEX, count_targets, fuse
 from hfpretrain.model import build_model
+from hfpretrain.mup.apply import apply
+from hfpretrain.mup.infer import infer
 from hfpretrain.training.checkpoints import list_checkpoints
 from hfpretrain.training.spikes import ConsecutiveSpikesError
 from hfpretrain.training.trainer import NonFiniteLossError, PretrainTrainer
@@ -41,7 +43,7 @@ def _steps(num_steps: int, collator: Callable[[Any], dict] | None = None, rows_a
 
 
 def _trainer(folder: Path, steps: TrainingSteps, *, model: Any = None, **arguments: Any) -> PretrainTrainer:
-    names = ("fingerprint", "z_loss_weight", "log_noise_scale", "skip_spikes")
+    names = ("fingerprint", "z_loss_weight", "log_noise_scale", "skip_spikes", "mup")
     ours = {name: arguments.pop(name) for name in names if name in arguments}
     defaults: dict[str, Any] = {
         "output_dir": str(folder),
@@ -277,6 +279,30 @@ def test_spike_after_spike_stops_with_the_places_of_the_data(tmp_path: Path) -> 
         trainer.train()
     assert trainer.state.global_step == 32
     assert all(f"'first_position': {ROWS * step}" in str(caught.value) for step in range(22, 32))
+
+
+class _OneRateForAll(TrainerCallback):
+    """What some schedulers do."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            for group in kwargs["optimizer"].param_groups:
+                group["lr"] = 1e-2
+
+
+def test_rates_that_leave_the_ratios_of_mup_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = infer(tiny_config("llama"), base_width=16)
+    model = build_model(tiny_config("llama"), seed=1)
+    with pytest.raises(ValueError, match="muP spec that is not on the model"):
+        _trainer(tmp_path, _steps(4), model=model, mup=spec)
+    apply(model, spec)
+    trainer = _trainer(tmp_path, _steps(4), model=model, mup=spec)
+    trainer.add_callback(_OneRateForAll())
+    with pytest.raises(ConfigError, match="something has set it for all alike"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert [line["learning_rate"] for line in _lines(trainer)] == [1e-2]  # the base rate is the one that is logged
+    assert "0.005      0.5  5e-09" in capsys.readouterr().out
 
 
 def test_accumulation_by_the_trainer_is_refused(tmp_path: Path) -> None:

@@ -67,6 +67,30 @@ class ModelArguments:
         "eager, sdpa, flash_attention_2, flex_attention, torch_varlen (ours), ... Default auto: the first that "
         "computes what the model's own does and keeps documents apart, by measurement.",
     )
+    mup_base_width: int | None = _arg(
+        None,
+        "muP: hidden size that learning_rate, weight_decay and adam_epsilon were tuned at; the model trains like that "
+        "one. Default: no muP. All widths are scaled together, head dimension and depth stay.",
+    )
+    mup_base_config: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "help": "muP, in place of mup_base_width where widths are not in proportion: the configuration keys in "
+            "which the model that was tuned differs, in the form of config_overrides."
+        },
+    )
+    mup_overrides: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "help": "muP: regular expression over a whole parameter name -> role (input, hidden, output, vector, "
+            "fixed), for parameters that cannot be placed; in the form of config_overrides."
+        },
+    )
+    mup_weight_decay: Literal["independent", "coupled"] = _arg(
+        "independent",
+        "muP: independent keeps learning rate times weight decay of each matrix at its value at the base width (Kosson "
+        "et al. 2025: transfer needs it); coupled keeps weight_decay itself.",
+    )
 
 
 @dataclass

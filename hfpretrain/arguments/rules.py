@@ -71,7 +71,9 @@ def check_values(values: Any, *, sources: Mapping[str, str]) -> list[NamedProble
         sources: field -> where the value came from, for the messages; "default" means the user did not give it.
     """
     book = _Book(values, sources)
-    rules: tuple[Callable[[_Book], None], ...] = (_needed, _ranges, _length, _ramp, _schedule, _trainer, _resume)
+    rules: tuple[Callable[[_Book], None], ...] = (
+        *(_needed, _ranges, _mup, _length, _ramp, _schedule, _trainer, _resume),
+    )
     for rule in rules:
         rule(book)
     return book.found
@@ -137,6 +139,22 @@ def _ranges(book: _Book) -> None:
     book.between("decay_fraction", 0, 1)
     book.between("decay_steps", 0, inf)
     book.between("min_lr_ratio", 0, 1)
+
+
+def _mup(book: _Book) -> None:
+    v = book.values
+    base = [name for name in ("mup_base_width", "mup_base_config") if getattr(v, name)]
+    book.between("mup_base_width", 1, float("inf"))
+    if len(base) == 2:
+        book.note(
+            "mup_base_width", "the muP base model is given twice", "give one of the two", also=("mup_base_config",)
+        )
+    if base and v.model_name_or_path:
+        what = "muP is a way to initialise; weights that are loaded have been initialised and trained otherwise"
+        book.note(base[0], what, "fresh weights (model_type, config_name), or no muP", also=("model_name_or_path",))
+    for name in ("mup_overrides", "mup_weight_decay"):
+        if not base and (getattr(v, name) if name == "mup_overrides" else book.given(name)):
+            book.note(name, f"{name} is about muP, and no base model is given", "give mup_base_width, or remove it")
 
 
 def _length(book: _Book) -> None:

@@ -111,4 +111,6 @@ CONVERTERS: dict[str, Callable[[str], Any]] = {
     "total_tokens": token_count,
     "batch_ramp": batch_ramp_text,
     "config_overrides": key_values,
+    "mup_base_config": key_values,
+    "mup_overrides": key_values,
 }

@@ -15,9 +15,9 @@ state or a bias is a constant or a fixed pattern. That is a rule of thumb, so `d
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,28 +27,81 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
-from hfpretrain.errors import ConfigError, Problem
+from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.initialisation import drawn_parameters
-from hfpretrain.model import true_shape
+from hfpretrain.model import name_template, true_shape
+from hfpretrain.mup.rules import Multipliers
+from hfpretrain.mup.spec import MupSpec
 
 GROUPS = ("matrices", "embeddings", "vectors", "state")  # the first is the one whose learning rate is logged
+# Those with AdamW's update, g / (sqrt(v) + eps) and a decoupled decay, however they store their state.
+ADAMW = (
+    *("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_torch_4bit"),
+    *("adamw_torch_8bit", "adamw_anyprecision", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit"),
+    "paged_adamw_8bit",
+)
+# Why not, by a word in the optimizer's name; the first that fits.
+NOT_ADAMW = {
+    "galore": "it works in a subspace of its own",
+    "apollo": "it scales by the norm of channels or tensors",
+    "schedule_free": "the weights it trains at are averages of its own",
+    "sgd": "its step is proportional to the gradient, which shrinks with the width: it needs other exponents",
+    "muon": "it makes updates orthogonal: their size follows from the shape, and it needs the spectral rule",
+    "lion": "its sign update has muP's rates but no epsilon and a decay tuned otherwise; not measured here",
+    "adafactor": "it factors the second moment, clips by the tensor's RMS, and its eps is a pair",
+    "rmsprop": "its weight decay goes through the gradient, where it is divided by the gradient's size",
+    "adagrad": "its weight decay goes through the gradient, where it is divided by the gradient's size",
+    "ademamix": "its slow momentum adds a second, undivided time scale; not measured here",
+    "stable_adamw": "it clips by the tensor's RMS, which couples its entries",
+    "lomo": "it has no groups",
+}
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 
 
-def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module,
+    *,
+    weight_decay: float,
+    lr: float | None = None,
+    eps: float = 1e-8,
+    mup: MupSpec | None = None,
+) -> list[dict[str, Any]]:
     """Groups for an optimizer: dicts of `params`, `weight_decay` and `name` (one of `GROUPS`), empty ones left out.
 
     Every trainable parameter is in exactly one group; tied parameters count once. Only `matrices` decay.
+
+    Args:
+        weight_decay, lr, eps: with `mup`, those of its base width.
+        lr: stands in each group where given; it must be with `mup`.
+        mup: splits the groups by its multipliers, which are put on lr, weight_decay and eps. Groups then also have
+            `lr_multiplier` and `eps_multiplier`, and those that learn at `lr` itself come first: the first is logged.
     """
+    if mup is not None and lr is None:
+        raise ValueError("parameter_groups has a muP spec but no lr: give the learning rate of the base width as lr=")
     roles, _ = parameter_roles(model)
-    parameters = dict(model.named_parameters())
+    split: dict[tuple[str, Multipliers], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            own = Multipliers() if mup is None else replace(mup.of(name).multipliers, init=1.0)
+            # What does not decay must not be split by how much it would.
+            key = own if roles[name] == "matrices" else replace(own, weight_decay=1.0)
+            split.setdefault((roles[name], key), []).append(parameter)
     groups = []
-    for group in GROUPS:
-        members = [parameters[name] for name, role in roles.items() if role == group and parameters[name].requires_grad]
-        if members:  # an empty group is deleted by DeepSpeed but not by the scheduler, which then fails
-            decay = weight_decay if group == "matrices" else 0.0
-            groups.append({"params": members, "weight_decay": decay, "name": group})
+    # An empty group is deleted by DeepSpeed but not by the scheduler, which then fails: there is none.
+    for (role, own), members in sorted(split.items(), key=_base_rate_first):
+        decay = weight_decay * own.weight_decay if role == "matrices" else 0.0
+        group: dict[str, Any] = {"params": members, "weight_decay": decay, "name": role}
+        if lr is not None:
+            group["lr"] = lr * own.lr
+        if mup is not None:
+            group |= {"eps": eps * own.eps, "lr_multiplier": own.lr, "eps_multiplier": own.eps}
+        groups.append(group)
     return groups
+
+
+def _base_rate_first(item: tuple[tuple[str, Multipliers], list[nn.Parameter]]) -> tuple[bool, int, float, float]:
+    role, own = item[0]
+    return own.lr != 1.0, GROUPS.index(role), own.lr, own.eps
 
 
 def parameter_roles(model: nn.Module) -> tuple[dict[str, str], set[str]]:
@@ -70,22 +123,28 @@ def parameter_roles(model: nn.Module) -> tuple[dict[str, str], set[str]]:
 
 
 def describe_groups(groups: Sequence[dict[str, Any]], model: nn.Module) -> str:
-    """A table (group, tensors, parameters, weight decay, examples), and below it every decision by rule of thumb."""
+    """A table (group, tensors, parameters, weight decay, examples), and below it every decision by rule of thumb.
+
+    With muP also each group's learning rate, that rate over the base width's, and its epsilon.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    rows = [("group", "tensors", "parameters", "weight decay", "for example")]
+    scaled = any("lr_multiplier" in group for group in groups)
+    rows = [["group", "tensors", "parameters", "weight decay"] + ["lr", "of base", "eps"] * scaled + ["for example"]]
     for group in groups:
         sizes = sum(int(torch.Size(true_shape(parameter)).numel()) for parameter in group["params"])
-        templates = Counter(_template(names.get(id(parameter), "?")) for parameter in group["params"])
-        examples = ", ".join(name for name, _ in templates.most_common(3))
-        rows.append((group["name"], str(len(group["params"])), f"{sizes:,}", f"{group['weight_decay']:g}", examples))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        templates = Counter(name_template(names.get(id(parameter), "?")) for parameter in group["params"])
+        row = [group["name"], str(len(group["params"])), f"{sizes:,}", f"{group['weight_decay']:g}"]
+        if scaled:
+            row += [f"{group['lr']:.4g}", f"{group['lr_multiplier']:.4g}", f"{group['eps']:.3g}"]
+        rows.append([*row, ", ".join(name for name, _ in templates.most_common(3))])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     lines = [
-        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}"
+        "  ".join([f"{row[0]:<{widths[0]}}", *(f"{row[i]:>{widths[i]}}" for i in range(1, len(widths))), row[-1]])
         for row in rows
     ]
     roles, by_initialisation = parameter_roles(model)
     shapes = {name: true_shape(parameter) for name, parameter in model.named_parameters()}
-    doubtful = sorted({(_template(name), shapes[name], roles[name]) for name in by_initialisation})
+    doubtful = sorted({(name_template(name), shapes[name], roles[name]) for name in by_initialisation})
     if doubtful:
         lines.append("decided by how they are initialised (random: matrices; constant or a pattern: state):")
         lines += [f"  {name} {list(shape)} -> {role}" for name, shape, role in doubtful]
@@ -98,8 +157,10 @@ def build_optimizer(
     """The optimizer that `--optim` names (any that takes parameter groups), with the peak learning rate as its default.
 
     Raises ConfigError for optimizers that choose their own parameters (Muon and Dion factories, LOMO, GaLore, APOLLO):
-    the groups, and with them the weight decay of this run, would be dropped.
+    the groups, and with them the weight decay of this run, would be dropped. With muP groups, also for all but AdamW.
     """
+    if any("lr_multiplier" in group for group in groups):
+        refuse(check_mup_optimizer(args))
     hf_model: Any = model
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, hf_model)
     is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
@@ -111,6 +172,16 @@ def build_optimizer(
     if optimizer_class.__module__.startswith("bitsandbytes") and kwargs.get("optim_bits") == 8:
         _keep_embeddings_in_32_bits(model)
     return optimizer
+
+
+def check_mup_optimizer(args: TrainingArguments) -> list[Problem]:
+    """A problem if muP's rules, which are those of AdamW, do not hold for `--optim`; says why."""
+    name = str(getattr(args.optim, "value", args.optim))
+    if name in ADAMW:
+        return []
+    reason = next((why for word, why in NOT_ADAMW.items() if word in name), "nobody has derived or measured its rules")
+    what = f"muP's learning rates, weight decay and epsilon are those of AdamW, and {name} is none: {reason}"
+    return [Problem(what, name, "optim", "adamw_torch_fused or another AdamW, or no muP")]
 
 
 def _role(module: nn.Module, parameter: nn.Parameter) -> str | None:
@@ -130,11 +201,6 @@ def _role(module: nn.Module, parameter: nn.Parameter) -> str | None:
     if sum(size > 1 for size in shape) < 2:
         return "vectors"  # such as RWKV's [1, 1, width]
     return None
-
-
-def _template(name: str) -> str:
-    """A parameter's name with its layer numbers starred out."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _keep_embeddings_in_32_bits(model: nn.Module) -> None:

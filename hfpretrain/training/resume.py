@@ -72,8 +72,9 @@ def read_state(checkpoint: Path, *, fingerprint: Mapping[str, Any], plan: BatchR
     differing = [f"{key}: {then.get(key)} then, {now} now" for key, now in fingerprint.items() if then.get(key) != now]
     if differing:
         raise ValueError(
-            f"{checkpoint} belongs to a run with other data or batches ({'; '.join(differing)}): its step number would "
-            f"point to other rows. Go back to the former settings, or {way_out}."
+            f"{checkpoint} belongs to a run with other data or batches or another muP ({'; '.join(differing)}): its "
+            "step number would point to other rows, or its weights learn at other rates. Go back to the former "
+            f"settings, or {way_out}."
         )
     _follow_batch(checkpoint, plan, state["batch"], step=state["data_position"]["step"], way_out=way_out)
     return PretrainState(**{**state, "window": LogWindow(**state["window"])})

@@ -27,6 +27,8 @@ from hfpretrain.data.steps import EqualSteps, StepSampler, TrainingSteps
 from hfpretrain.errors import Problem, refuse
 from hfpretrain.launch_checks import verify_engine, verify_gradient_signals
 from hfpretrain.loss import FusedLoss, LossOutput, count_targets
+from hfpretrain.mup.apply import is_applied, verify_groups
+from hfpretrain.mup.spec import MupSpec
 from hfpretrain.training.adaptive_ramp import AdaptiveRamp, saved_batch
 from hfpretrain.training.batch_ramp import BatchRamp, Stage
 from hfpretrain.training.counters import LocalSums, LogWindow, StepSums
@@ -73,6 +75,8 @@ class PretrainTrainer(WholeCheckpointTrainer):
         log_noise_scale: measure the gradient noise scale at each such step, 0: never; see `noise_scale`.
         skip_spikes: leave out updates of steps whose loss or gradient norm is so many robust standard deviations above
             the median of those before, 0: none; see `spikes`.
+        mup: a spec that `hfpretrain.mup.apply` has put on `model`; its multipliers go into the optimizer's groups, and
+            their ratios are checked on the engine's own rates before the first step and with every log line.
     """
 
     def __init__(
@@ -90,8 +94,13 @@ class PretrainTrainer(WholeCheckpointTrainer):
         z_loss_weight: float = 0.0,
         log_noise_scale: int = 0,
         skip_spikes: float = 0.0,
+        mup: MupSpec | None = None,
         **kwargs: Any,
     ) -> None:
+        if mup is not None and not is_applied(model, mup):
+            raise ValueError(
+                "PretrainTrainer was given a muP spec that is not on the model: mup.apply(model, spec) first"
+            )
         if args.gradient_accumulation_steps != 1:
             raise ValueError(
                 f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, expected 1: a TrainingSteps item "
@@ -106,7 +115,9 @@ class PretrainTrainer(WholeCheckpointTrainer):
         self.steps = train_dataset
         self.lr_factor = lr_factor
         self.plan = _ramp_of(train_dataset)
-        self.fingerprint = {**(fingerprint or {}), "sequence_length": train_dataset.sequence_length}
+        self.mup = mup
+        which = {"sequence_length": train_dataset.sequence_length, "mup": None if mup is None else mup.fingerprint}
+        self.fingerprint = {**(fingerprint or {}), **which}
         self.tokenizer = tokenizer
         self.isolation = isolation
         self.flops = flops or TokenFlops()
@@ -306,7 +317,13 @@ class PretrainTrainer(WholeCheckpointTrainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            groups = parameter_groups(self.causal_lm, weight_decay=self.args.weight_decay)
+            groups = parameter_groups(
+                self.causal_lm,
+                weight_decay=self.args.weight_decay,
+                lr=self.args.learning_rate,
+                eps=self.args.adam_epsilon,
+                mup=self.mup,
+            )
             if self.is_world_process_zero():
                 print(describe_groups(groups, self.causal_lm), flush=True)
             self.optimizer = build_optimizer(self.causal_lm, self.args, groups)
@@ -339,7 +356,14 @@ class PretrainTrainer(WholeCheckpointTrainer):
                 step=self.state.global_step,
                 say=self._say,
             )
+        refuse(self._mup_problems())
         return prepared
+
+    def _mup_problems(self) -> list[Problem]:
+        if self.mup is None:
+            return []
+        rates = cast(Any, self.model_wrapped).get_lr() if self.is_deepspeed_enabled else None
+        return verify_groups(cast(torch.optim.Optimizer, self.optimizer), self.mup, lrs=rates)
 
     def check(self) -> None:
         """Wrap the model and run every check that needs it, without a training step. Raises ConfigError."""
@@ -388,6 +412,7 @@ class PretrainTrainer(WholeCheckpointTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The Trainer's log line, with `loss` weighted by tokens over the whole window and our counters beside it."""
         if "loss" in logs:
+            refuse(self._mup_problems())
             logs.update(self._window.metrics(self.fused_loss.z_loss_weight))
             logs.update(self.throughput.drain())
             logs["input_tokens"] = self.state.num_input_tokens_seen

@@ -20,6 +20,8 @@ from hfpretrain.data.order import BlockOrder
 from hfpretrain.data.steps import TrainingSteps
 from hfpretrain.launch_checks import close_process_group
 from hfpretrain.model import build_model
+from hfpretrain.mup.apply import apply
+from hfpretrain.mup.infer import infer
 from hfpretrain.training.schedule import lr_factor
 from hfpretrain.training.trainer import PretrainTrainer
 from signal_cases import Estimates, run_bf16, run_spike
@@ -33,6 +35,7 @@ LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-2, 0.1, 1.3
 Z_LOSS_WEIGHT = 1e-2  # a hundred times the usual one, so that a wrong z-loss shows
 # Larger than the default: a key bias has no gradient but rounding noise, which Adam would turn into full-size updates.
 EPSILON = 1e-6
+MUP_BASE_WIDTH = 16  # half the width of the case "mup", which is otherwise the llama
 
 
 def deepspeed_stage() -> int | None:
@@ -76,11 +79,14 @@ def make_trainer(
         collator=PackedCollator(),
         num_steps=num_steps,
     )
-    model = build_model(tiny_config(model_type), seed=SEED)
+    config = tiny_config("llama" if model_type == "mup" else model_type)
+    mup = infer(config, base_width=MUP_BASE_WIDTH) if model_type == "mup" else None
+    model = build_model(config, seed=SEED)
+    if mup is not None:
+        apply(model, mup)
     factor = partial(lr_factor, **SCHEDULE | {"num_steps": num_steps})
-    return PretrainTrainer(
-        model, args, train_dataset=steps, lr_factor=factor, z_loss_weight=Z_LOSS_WEIGHT, log_noise_scale=1, **ours
-    )
+    ours |= {"z_loss_weight": Z_LOSS_WEIGHT, "log_noise_scale": 1, "mup": mup}
+    return PretrainTrainer(model, args, train_dataset=steps, lr_factor=factor, **ours)
 
 
 def train(model_type: str, per_device_rows: int, output: Path) -> None:
@@ -105,6 +111,9 @@ def train(model_type: str, per_device_rows: int, output: Path) -> None:
             "estimates": estimates.of_steps,
             "noise": {name: lines[-1][name] for name in ("grad_sq", "grad_trace")},
             "engine": type(engine).__name__,
+            "group_rates": engine.get_lr()
+            if hasattr(engine, "get_lr")
+            else [g["lr"] for g in trainer.optimizer.param_groups],
         }
         (output / f"{model_type}-{per_device_rows}.json").write_text(json.dumps(record))
         torch.save(

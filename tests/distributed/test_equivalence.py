@@ -19,6 +19,7 @@ from equivalence_worker import (
     EPSILON,
     LEARNING_RATE,
     MAX_GRAD_NORM,
+    MUP_BASE_WIDTH,
     NUM_STEPS,
     ROWS,
     SCHEDULE,
@@ -35,10 +36,20 @@ from signal_cases import POISONED, SPIKE_STEPS, bf16_batches, bf16_model
 from tiny import NUM_BLOCKS, RaggedBlocks, tiny_config
 
 pytestmark = pytest.mark.distributed
-CASES = {"single": ("llama:1", "llama:3", "llama:4", "gpt2:2")} | dict.fromkeys(
-    TOPOLOGIES[1:], ("llama:1", "llama:4", "gpt2:2")
+CASES = {"single": ("llama:1", "llama:3", "llama:4", "gpt2:2", "mup:4")} | dict.fromkeys(
+    TOPOLOGIES[1:], ("llama:1", "llama:4", "gpt2:2", "mup:4")
 )
 WORKER = Path(__file__).with_name("equivalence_worker.py")
+
+
+def mup_by_hand(name: str) -> dict[str, float]:
+    """What each value is multiplied by at twice the base width (Tensor Programs V), the head's 1/2 in its weight."""
+    hidden, head = "_proj" in name, name == "lm_head.weight"
+    learns = {"lr": 0.5, "decay": 2.0} if hidden or head else {"lr": 1.0, "decay": 1.0}
+    return {"init": 0.5**0.5 if hidden else 0.5 if head else 1.0, "eps": 1.0 if head else 0.5, **learns}
+
+
+STANDARD = {"init": 1.0, "lr": 1.0, "decay": 1.0, "eps": 1.0}
 
 
 def reference(
@@ -54,7 +65,12 @@ def reference(
     its targets, its length and the gradient of its summed loss.
     """
     factor = factor or partial(lr_factor, **SCHEDULE)
-    model = build_model(tiny_config(model_type), seed=SEED).double().train()
+    config = tiny_config("llama" if model_type == "mup" else model_type)
+    model = build_model(config, seed=SEED).double().train()
+    scale = {n: mup_by_hand(n) if model_type == "mup" else STANDARD for n, _ in model.named_parameters()}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p *= scale[name]["init"]
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     first = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     second = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -102,7 +118,9 @@ def reference(
             m_hat, v_hat = first[name] / (1 - 0.9 ** (step + 1)), second[name] / (1 - 0.95 ** (step + 1))
             decayed = p.ndim == 2 and not any(word in name for word in ("embed_tokens", "wte", "wpe"))
             with torch.no_grad():
-                p -= rate * (m_hat / (v_hat.sqrt() + EPSILON) + (WEIGHT_DECAY if decayed else 0.0) * p)
+                own = scale[name]
+                decay = WEIGHT_DECAY * own["decay"] if decayed else 0.0
+                p -= rate * own["lr"] * (m_hat / (v_hat.sqrt() + EPSILON * own["eps"]) + decay * p)
     return logged | {"loss": losses, "grad_norm": norms, "initial": initial, "final": dict(model.named_parameters())}
 
 
@@ -127,7 +145,7 @@ def noise_of(rows: list[dict], per_device_rows: int, world_size: int) -> Estimat
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, dict]:
-    return {name: reference(name) for name in ("llama", "gpt2")}
+    return {name: reference(name) for name in ("llama", "gpt2", "mup")}
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
@@ -159,6 +177,12 @@ def test_same_training_everywhere(trained: tuple[str, Path], references: dict) -
         rates = [LEARNING_RATE * lr_factor(step, **SCHEDULE) for step in range(NUM_STEPS)]
         np.testing.assert_allclose(got["learning_rate"], rates, rtol=1e-9)
         assert update_error(torch.load(folder / f"{model_type}-{rows}.pt"), expected) < 1e-4, case
+        # What the engine itself says: the schedule's last value, and its half for the groups that muP slows down.
+        expected_rates = {LEARNING_RATE * SCHEDULE["min_lr_ratio"]}
+        if model_type == "mup":
+            expected_rates |= {0.5 * rate for rate in expected_rates}
+            assert tiny_config("llama").hidden_size == 2 * MUP_BASE_WIDTH
+        assert {round(rate, 12) for rate in got["group_rates"]} == {round(rate, 12) for rate in expected_rates}, case
 
 
 def test_noise_estimates_of_each_step(trained: tuple[str, Path], references: dict) -> None:

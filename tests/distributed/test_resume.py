@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,10 +25,15 @@ def test_killed_and_repeated_run_is_the_uninterrupted_one(topology: str, tmp_pat
     remove_stale_build_locks()
     write_text(tmp_path / "text.jsonl")
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    launch(topology, RECIPE, *arguments(tmp_path, output_dir=straight))
-    kill_after(command(topology, RECIPE, *arguments(tmp_path, output_dir=broken)), broken / "checkpoint-6")
+    # With muP the trainer compares the engine's rates with muP's ratios at every log line, after the resume as well.
+    changes: dict[str, Any] = {"mup_base_width": 16} if topology == "zero3" else {}
+    first = launch(topology, RECIPE, *arguments(tmp_path, output_dir=straight, **changes))
+    kill_after(command(topology, RECIPE, *arguments(tmp_path, output_dir=broken, **changes)), broken / "checkpoint-6")
     assert not (broken / "checkpoint-12").exists(), "it was not interrupted"
-    output = launch(topology, RECIPE, *arguments(tmp_path, output_dir=broken))
+    output = launch(topology, RECIPE, *arguments(tmp_path, output_dir=broken, **changes))
+    assert ("muP from base width 16 to 32" in first) == bool(changes)
+    config = json.loads((broken / "config.json").read_text())
+    assert config.get("mup") == json.loads((broken / "run.json").read_text())["mup"]
     assert "tokenising" not in output
     assert curve(broken) == curve(straight)
     assert weights_hash(broken) == weights_hash(straight)
