@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate import PartialState
 
 from hfpretrain.arguments.compare import CompareArguments, read_compare_arguments
@@ -31,6 +30,7 @@ from hfpretrain.bpb.report import draw_chart, print_report
 from hfpretrain.bpb.result import Scored, comparison, lossy_documents
 from hfpretrain.bpb.score import DEFAULT_MAX_LENGTH, Scores, position_limit, score
 from hfpretrain.errors import ConfigError, Problem, refuse
+from hfpretrain.launch_checks import close_process_group
 from hfpretrain.run_record import git_commit, versions
 
 
@@ -174,5 +174,4 @@ if __name__ == "__main__":
     except (ConfigError, FloatingPointError) as error:
         sys.exit(str(error) if os.environ.get("RANK", "0") == "0" else 1)  # every rank found the same
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        close_process_group()

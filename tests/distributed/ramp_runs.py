@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import TrainingArguments
 
 from equivalence_worker import EPSILON, LEARNING_RATE, MAX_GRAD_NORM, SEED, WEIGHT_DECAY, Z_LOSS_WEIGHT
 from hfpretrain.data.collator import PackedCollator
 from hfpretrain.data.order import BlockOrder
 from hfpretrain.data.steps import StepRows, TrainingSteps
+from hfpretrain.launch_checks import close_process_group
 from hfpretrain.model import build_model
 from hfpretrain.training.batch_ramp import BatchRamp, plan_ramp, ramp_lr_factor
 from hfpretrain.training.trainer import PretrainTrainer
@@ -120,5 +120,4 @@ def main(out: Path, resume_from: str | None = None) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), *sys.argv[2:])
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    close_process_group()

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 
 from hfpretrain.bpb.score import measured
+from hfpretrain.launch_checks import close_process_group
 from tiny import tiny_config
 
 
@@ -31,8 +31,7 @@ def main(folder: Path) -> None:
         ]
     found = {"nats": runs, "forwards": len(calls)}
     (folder / f"{state.num_processes}-{state.process_index}.json").write_text(json.dumps(found))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    close_process_group()
 
 
 if __name__ == "__main__":
