@@ -22,7 +22,8 @@ from hfpretrain.mup.apply import apply
 from hfpretrain.mup.infer import infer
 from hfpretrain.training.checkpoints import list_checkpoints
 from hfpretrain.training.spikes import ConsecutiveSpikesError
-from hfpretrain.training.trainer import NonFiniteLossError, PretrainTrainer
+from hfpretrain.training.step import NonFiniteLossError
+from hfpretrain.training.trainer import PretrainTrainer
 from tiny import SEQUENCE_LENGTH, TINY, RaggedBlocks, tiny_config
 
 ROWS = 8
