@@ -72,7 +72,7 @@ def check_eval_data(data_args: DataArguments, args: PretrainArguments) -> list[P
             try:
                 find_sources([source])
             except SourceError as error:
-                what = f"this held-out data cannot be found: {str(error).removeprefix(f'--dataset {source}: ')}"
+                what = f"this held-out data cannot be found: {str(error).removeprefix(f'{source}: ')}"
                 remedy = "correct the source; it is one that --dataset takes"
         seen.add(name)
         if what:

@@ -37,7 +37,6 @@ def main(argv: list[str] | None = None) -> None:
     # 1. Which model, at which widths.
     args = read(argv)
     torch.set_num_threads(1)  # models this small spend their time waiting for one another's threads
-    logging.disable(logging.WARNING)
     try:
         refuse(check(args))
         config = model_config(args)
@@ -146,4 +145,5 @@ def draw(result: CoordCheck, path: Path, title: str) -> None:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)
     main()

@@ -26,6 +26,8 @@ from hfpretrain.model import build_model
 from hfpretrain.mup.apply import apply, verify_groups
 from hfpretrain.mup.infer import infer
 from hfpretrain.mup.spec import MupSpec
+from hfpretrain.training.adaptive_ramp import saved_batch
+from hfpretrain.training.batch_ramp import BatchRamp, Stage
 from hfpretrain.training.optimizer import parameter_groups
 from hfpretrain.training.resume import PretrainState, read_state
 from hfpretrain.training.trainer import PretrainTrainer
@@ -148,12 +150,12 @@ def test_8_all_layers_of_any_depth_and_another_muP_is_no_resume(spec: MupSpec, t
     assert deep.of("model.layers.11.mlp.up_proj.weight") == deep.of("model.layers.0.mlp.up_proj.weight")
     with pytest.raises(KeyError, match="no such parameter in this muP spec"):
         spec.of("model.layers.0.mlp.other.weight")
-    state = PretrainState(10, 0, {}, {"mup": spec.fingerprint}, 1)
-    state.write(tmp_path)
-    assert read_state(tmp_path, fingerprint={"mup": spec.fingerprint}).num_steps == 10
+    plan = BatchRamp((Stage(0, 0, 8),), sequence_length=16, num_steps=10)
+    PretrainState(10, 0, {"step": 5}, {"mup": spec.fingerprint}, 1, saved_batch(plan)).write(tmp_path)
+    assert read_state(tmp_path, fingerprint={"mup": spec.fingerprint}, plan=plan).num_steps == 10
     for now in (None, infer(config_of(**CONFIG), base_width=BASE, weight_decay_mode="coupled").fingerprint):
         with pytest.raises(ValueError, match=f"another muP .mup: {spec.fingerprint} then, {now} now"):
-            read_state(tmp_path, fingerprint={"mup": now})
+            read_state(tmp_path, fingerprint={"mup": now}, plan=plan)
 
 
 def test_9_each_tensor_has_its_own_fan_in() -> None:

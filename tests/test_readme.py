@@ -38,7 +38,7 @@ def test_every_block_runs_with_a_stock_trainer(
         "torch": torch,
     }
     before = {name: value.clone() for name, value in namespace["model"].named_parameters()}
-    assert len(BLOCKS) == 9
+    assert len(BLOCKS) == 11
     for block in BLOCKS:
         assert len([line for line in block.splitlines() if line]) <= 9
         exec(compile(block, str(README), "exec"), namespace)
