@@ -88,7 +88,10 @@ class Loop:
         groups: list[Any] = [{"params": [p for p in self.model.parameters() if p.ndim == n]} for n in (1, 2)]
         self.optimizer: Any = torch.optim.AdamW(groups, lr=1e-2, fused=True)
         if prepare:
-            self.optimizer = Accelerator(cpu=True).prepare(self.optimizer)
+            accelerator = Accelerator(cpu=True)
+            # One state for the process, which a stock Trainer with accumulation leaves off; no step would be made.
+            accelerator.gradient_state._set_sync_gradients(True)
+            self.optimizer = accelerator.prepare(self.optimizer)
         self.guard = SpikeGuard(8.0).attach(self.optimizer) if guarded else None
         self.generator = torch.Generator().manual_seed(1)
 
