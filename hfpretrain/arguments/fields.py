@@ -303,7 +303,7 @@ class PretrainArguments(TrainingArguments):
         0,
         "Measure the gradient noise scale every N optimizer steps and log it, with its standard error, and what this "
         "batch costs in steps and tokens if it is the critical batch (published results disagree whether it is). 0: "
-        "off. 10 costs next to nothing; every step about 1%% (measured, CPU).",
+        "off. 10 costs next to nothing; every step about 3%% (measured, CPU).",
     )
     skip_spikes: float = _arg(
         0.0,

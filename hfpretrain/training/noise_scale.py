@@ -73,7 +73,7 @@ class NoiseScale:
         self.step_tokens = 0
         self._handles: list[Any] = []
         self._warned: set[str] = set()
-        self._square: Tensor | None = None  # of the running backward pass, so far
+        self._squares: list[Tensor] = []  # of each gradient of the running backward pass
         self._fires = [0] * len(self.parameters)  # gradients that each parameter got in it
         self._rows: list[Tensor] = []  # of the micro-batches that are done
 
@@ -104,14 +104,15 @@ class NoiseScale:
         """
         if not self.measuring:
             return
-        if self._square is None:
+        if not self._squares:
             raise RuntimeError(
                 "no gradient reached the hooks in this backward pass: attach() must come after whatever converts, "
                 "moves or wraps the model, and end_micro_batch() after each backward()"
             )
-        entries = (target_tokens, self._square, max(self._fires))
-        self._rows.append(torch.stack([torch.as_tensor(e).detach().to(self._square.device).double() for e in entries]))
-        self._square, self._fires = None, [0] * len(self.parameters)
+        square = torch.stack(self._squares).sum(dtype=torch.float64)
+        entries = (target_tokens, square, max(self._fires))
+        self._rows.append(torch.stack([torch.as_tensor(e).detach().to(square) for e in entries]))
+        self._squares, self._fires = [], [0] * len(self.parameters)
 
     def end_step(self, grad_norm: Tensor | float | None, *, keep: bool = True) -> Estimate | None:
         """After the last micro-batch, on all ranks.
@@ -134,7 +135,7 @@ class NoiseScale:
 
     def discard_step(self) -> None:
         """Forget the micro-batches of a step that is not ended."""
-        self._square, self._fires, self._rows = None, [0] * len(self.parameters), []
+        self._squares, self._fires, self._rows = [], [0] * len(self.parameters), []
 
     def metrics(self) -> dict[str, float]:
         """For a log line; what is not defined (yet) is absent. B is the noise scale, b the batch, in target tokens.
@@ -168,9 +169,12 @@ class NoiseScale:
             if not self.measuring:
                 return
             self._fires[index] += 1
-            # Added up in float32 (float64 for float64) without a copy of the gradient, and without waiting for it.
-            square = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).square()
-            self._square = square if self._square is None else self._square.add_(square.to(self._square.device))
+            # One product, no copy of the gradient, and nobody waits for it; half precision is added up in float32.
+            if grad.dtype.itemsize >= 4:
+                flat = grad.reshape(-1)
+                self._squares.append(torch.dot(flat, flat))
+            else:
+                self._squares.append(torch.linalg.vector_norm(grad, dtype=torch.float32).square())
 
         return hook
 
