@@ -184,6 +184,22 @@ def check_mup_optimizer(args: TrainingArguments) -> list[Problem]:
     return [Problem(what, name, "optim", "adamw_torch_fused or another AdamW, or no muP")]
 
 
+def undo_first_step(optimizer: Any) -> None:
+    """Take back the step that DeepSpeed makes when it builds its optimizer of ZeRO 0 in half precision.
+
+    To have its states in memory it lets the inner optimizer step with zero gradients (deepspeed 0.19.8,
+    `FP16_UnfusedOptimizer.initialize_optimizer_states`): Adam counts it, so that its bias correction is one step ahead
+    for ever, and weights decay once more. At the other stages, and in float32, nothing is done. Not after loading a
+    checkpoint.
+    """
+    if not {"fp16_groups", "fp32_groups", "initialize_optimizer_states"} <= set(dir(optimizer)):
+        return
+    optimizer.optimizer.state.clear()
+    for half, whole in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for parameter, master in zip(half, whole, strict=True):
+            master.data.copy_(parameter.data)
+
+
 def _role(module: nn.Module, parameter: nn.Parameter) -> str | None:
     """The group of a parameter that is not an embedding; None where the module's type does not say."""
     shape = true_shape(parameter)

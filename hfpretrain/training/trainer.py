@@ -26,7 +26,7 @@ from hfpretrain.training.adaptive_ramp import AdaptiveRamp, saved_batch
 from hfpretrain.training.batch_ramp import BatchRamp, Stage
 from hfpretrain.training.counters import LogWindow
 from hfpretrain.training.evaluation import EvaluationWindows, evaluate_bits_per_byte
-from hfpretrain.training.optimizer import build_optimizer, describe_groups, parameter_groups
+from hfpretrain.training.optimizer import build_optimizer, describe_groups, parameter_groups, undo_first_step
 from hfpretrain.training.resume import PretrainState, apply_asked, hyperparameters, read_state
 from hfpretrain.training.separation import separate
 from hfpretrain.training.step import StepTrainer
@@ -131,6 +131,8 @@ class PretrainTrainer(StepTrainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         refuse(verify_engine(self.accelerator, self.model_wrapped, self.args))
+        if self.is_deepspeed_enabled and resume_from_checkpoint is None:
+            undo_first_step(cast(Any, self.model_wrapped).optimizer)
         refuse(self._loss_problems() + self._leaks())
         if self.noise_scale is not None or self.spikes is not None:
             refuse(verify_gradient_signals(self.accelerator, self.args))

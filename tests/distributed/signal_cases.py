@@ -14,11 +14,13 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hfpretrain.training.noise_scale import NoiseScale
+from hfpretrain.training.optimizer import undo_first_step
 from hfpretrain.training.trainer import PretrainTrainer
 
 # 20 accepted steps come before anything is judged.
 SPIKE_STEPS, POISONED, DEVIATIONS = 25, 22, 8.0
 BF16_STEPS, BF16_MICRO_BATCHES, BF16_WIDTH, BF16_SEED = 2, 3, 64, 5
+BF16_LEARNING_RATE, BF16_WEIGHT_DECAY = 1e-2, 0.5
 
 
 class Estimates(TrainerCallback):
@@ -127,6 +129,25 @@ def run_bf16(stage: int, output: Path) -> None:
             noise.end_micro_batch(len(x))
         engine.step()
         noise.end_step(engine.get_global_grad_norm())
+    norms = bf16_adamw_norms(config)
     if rank == 0:
         assert noise.last is not None
-        (output / "bf16.json").write_text(json.dumps(asdict(noise.last)))
+        (output / "bf16.json").write_text(json.dumps(asdict(noise.last) | {"adamw_norms": norms}))
+
+
+def bf16_adamw_norms(config: dict[str, Any]) -> list[float]:
+    """Gradient norms of steps of AdamW on one batch, the same on all ranks: they show where the step before has led."""
+    import deepspeed
+
+    model = bf16_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=BF16_LEARNING_RATE, weight_decay=BF16_WEIGHT_DECAY)
+    settings = config | {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    undo_first_step(engine.optimizer)
+    x, y = bf16_batches(1)[0]
+    norms = []
+    for _ in range(BF16_STEPS + 2):
+        engine.backward((engine(x.bfloat16()).float() - y).square().sum())
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    return norms

@@ -32,7 +32,7 @@ from hfpretrain.model import build_model
 from hfpretrain.training.noise_estimate import Estimate, NoiseAverage, estimate
 from hfpretrain.training.schedule import lr_factor
 from launching import TOPOLOGIES, launch, remove_stale_build_locks
-from signal_cases import POISONED, SPIKE_STEPS, bf16_batches, bf16_model
+from signal_cases import BF16_LEARNING_RATE, BF16_WEIGHT_DECAY, POISONED, SPIKE_STEPS, bf16_batches, bf16_model
 from tiny import NUM_BLOCKS, RaggedBlocks, tiny_config
 
 pytestmark = pytest.mark.distributed
@@ -257,6 +257,30 @@ def test_noise_estimate_in_bfloat16(trained: tuple[str, Path]) -> None:
     assert expected is not None
     assert got["grad_trace"] == pytest.approx(expected.grad_trace, rel=0.01)
     assert got["grad_sq"] == pytest.approx(expected.grad_sq, rel=0.01)
+
+
+def test_adamw_in_bfloat16(trained: tuple[str, Path]) -> None:
+    """Weights in bfloat16, masters in float32, by hand; at ZeRO 0 without DeepSpeed's step with zero gradients."""
+    topology, folder = trained
+    if not topology.startswith("zero"):
+        return
+    model = bf16_model().bfloat16()
+    masters = [p.detach().float().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=BF16_LEARNING_RATE, weight_decay=BF16_WEIGHT_DECAY)
+    x, y = bf16_batches(1)[0]
+    got = json.loads((folder / "bf16.json").read_text())["adamw_norms"]
+    for norm in got:
+        model.zero_grad()
+        (model(x.bfloat16()).float() - y).square().sum().backward()
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            master.grad = parameter.grad.float()
+        expected = torch.nn.utils.get_total_norm([master.grad for master in masters]).item()
+        assert norm == pytest.approx(expected, rel=3e-3)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                parameter.copy_(master)
+    assert len(got) == 4
 
 
 def update_error(weights: dict[str, torch.Tensor], expected: dict) -> float:
