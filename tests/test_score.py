@@ -228,6 +228,18 @@ def test_default_length_is_the_models_positions_and_says_so() -> None:
     assert "64 inputs" in scores.notes[0]
 
 
+def test_positions_that_a_model_keeps_for_padding_are_named() -> None:
+    """RoBERTa counts positions from padding_idx + 1: of 64 it uses 62."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = AutoConfig.for_model(
+        "roberta", vocab_size=VOCABULARY, max_position_embeddings=64, is_decoder=True, **sizes
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=r"(?s)windows of 64 inputs.*a smaller max_length"):
+        score(model, _documents([70]), prefix_id=PREFIX)
+    assert score(model, _documents([70]), prefix_id=PREFIX, max_length=62).tokens.tolist() == [70]
+
+
 def test_everything_wrong_is_said_at_once() -> None:
     documents = [np.array([1, 2]), np.array([VOCABULARY])]
     with pytest.raises(ConfigError) as error:

@@ -13,6 +13,7 @@ Shape suffixes: B rows, T positions of a row.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from transformers import PreTrainedModel
 
 from hfpretrain.bpb.windows import Windows, cut_windows, dealt
 from hfpretrain.data.isolation import measure_single
-from hfpretrain.errors import Problem, refuse
+from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.loss import FusedLoss
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ class Scorer:
         with tqdm(total=len(windows), desc="scoring", unit="window", delay=2, disable=rank > 0) as bar:
             for numbers, counts in dealt(batches, rank=rank, world_size=world_size):
                 inputs, targets = (torch.from_numpy(a) for a in windows.filled(numbers, read, padding_id=PADDING_ID))
-                found = self.fused.nats(self.forward, {"input_ids": inputs.to(self.device)}, targets.to(self.device))
+                found = self._nats(inputs.to(self.device), targets.to(self.device))
                 if counts:
                     per_row = found.double().cpu().split(windows.scored[numbers].tolist())
                     nats[numbers] = [float(row.sum()) for row in per_row]
@@ -209,6 +210,16 @@ class Scorer:
             dist.all_reduce(total)
             nats = total.cpu().numpy()
         return nats
+
+    def _nats(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        try:
+            return self.fused.nats(self.forward, {"input_ids": inputs}, targets)
+        except (IndexError, RuntimeError) as error:
+            if not re.search("out of (range|bounds)", str(error)):
+                raise
+            what = "the model has no position for every input of a window (some keep a few of theirs for padding)"
+            given = f"windows of {inputs.shape[1]:,} inputs: {error}"
+            raise ConfigError([Problem(what, given, "max_length", "a smaller max_length")]) from error
 
 
 def position_limit(config: Any) -> int | None:
