@@ -8,20 +8,23 @@ learning rate transfers.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpretrain.model import name_template
+from hfpretrain.mup.activations import Activation, activations
 from hfpretrain.mup.apply import apply
 from hfpretrain.mup.infer import infer
+from hfpretrain.mup.measure import doubled, is_twice
 from hfpretrain.mup.probe import probe_model, probe_tokens
 from hfpretrain.mup.spec import MupSpec
 from hfpretrain.mup.width import hidden_size, scale_width
@@ -43,7 +46,11 @@ class Slope:
         sizes: width -> mean |x| after the last step, averaged over layers and seeds.
         at_start, size, change: slopes against log2 width of log2 mean |x| at the start and after the last step, and of
             log2 mean |x - x at the start|.
-        flat: |size| < FLAT and |change| < FLAT_CHANGE; where nothing grows, the same without the absolute value.
+        fed_size, fed_change: the same slopes of what goes in, where that has no dimension that grows; else 0.
+        flat: |size| < FLAT and |change| < FLAT_CHANGE; where nothing grows, the same without the absolute value. The
+            scores of a low rank may shrink like the logits, by 1/sqrt(width) at the start (Yang et al. 2022, section
+            D.2), and what is made of nothing but them shrinks as well: below, only a module's own part counts, size -
+            fed_size and change - fed_change.
         roles: of the parameters in it.
     """
 
@@ -53,6 +60,8 @@ class Slope:
     at_start: float
     size: float
     change: float
+    fed_size: float
+    fed_change: float
     flat: bool
     roles: tuple[str, ...]
 
@@ -113,53 +122,67 @@ def coord_check(
     spec: MupSpec | None = None
     for width in sorted(widths):
         scaled = scale_width(config, Fraction(width, own))
-        spec = infer(scaled, base_config=base, overrides=overrides)
+        if not standard or width == max(widths):  # the standard parametrisation needs it for the roles it prints
+            spec = infer(scaled, base_config=base, overrides=overrides)
         for seed in range(seeds):
             model = probe_model(scaled, seed=seed)
             if not standard:
-                apply(model, spec)
+                apply(model, cast(MupSpec, spec))
             tokens = probe_tokens(scaled, rows=ROWS, tokens=TOKENS, seed=seed)
-            groups = _groups(model, None if standard else spec, lr)
-            carried = {} if standard else _readout_factors(model, spec)
-            for kind, sizes in _train(model, groups, tokens, steps, width, lr).items():
-                records[kind].append(sizes.divided_by(carried.get(kind, 1.0)))
+            for kind, sizes in _train(model, None if standard else spec, tokens, steps, width, lr).items():
+                records[kind].append(sizes)
     assert spec is not None
     slopes = tuple(_slope(kind, sizes, spec) for kind, sizes in records.items() if len(sizes) == len(widths) * seeds)
+    return CoordCheck(tuple(sorted(widths)), steps, seeds, lr, standard, slopes, _fault(slopes))
+
+
+def _fault(slopes: Sequence[Slope]) -> str:
     bad = [slope for slope in slopes if not slope.flat]
-    worst = max(bad, key=lambda s: max(abs(s.size), abs(s.change))) if bad else None
-    fault = (
-        ""
-        if worst is None
-        else (
-            f"{worst.kind} (roles: {', '.join(worst.roles) or 'none of its own'}), "
-            f"slope {worst.size:+.2f} in size and {worst.change:+.2f} in change"
-        )
-    )
-    return CoordCheck(tuple(sorted(widths)), steps, seeds, lr, standard, slopes, fault)
+    if not bad:
+        return ""
+    worst = max(bad, key=lambda s: max(abs(s.size), abs(s.change)))
+    roles = ", ".join(worst.roles) or "none of its own"
+    return f"{worst.kind} (roles: {roles}), slope {worst.size:+.2f} in size and {worst.change:+.2f} in change"
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Mean |x| of one kind of module in one run, averaged over its layers."""
+    """Mean |x| of one kind of module in one run, averaged over its layers: what comes out and what goes in."""
 
     width: int
     shape: tuple[int, ...]
     start: float
     size: float
     change: float
+    fed_shape: tuple[int, ...]  # () where nothing goes in, or several tensors
+    fed_size: float
+    fed_change: float
 
-    def divided_by(self, factor: float) -> _Sizes:
-        return replace(self, start=self.start / factor, size=self.size / factor, change=self.change / factor)
 
+def _factors(
+    model: PreTrainedModel, spec: MupSpec, tokens: Tensor, before: Mapping[str, Activation]
+) -> dict[str, float]:
+    """Module name -> a factor that muP puts into its output for what follows to take out: not for it to answer for.
 
-def _readout_factors(model: PreTrainedModel, spec: MupSpec) -> dict[str, float]:
-    """Final norm that holds the readout's 1/width -> that factor, which is not for it to answer for."""
+    The gain before a tied head holds the readout's 1/width; whatever doubles with it, up to the head, has it too. And
+    an embedding that is multiplied by a power of the width further on is smaller by that power.
+    """
+    factors: dict[str, float] = {}
     scalings = {name: spec.of(name) for name, _ in model.named_parameters()}
-    return {
-        name_template(name.rpartition(".")[0]): scaling.multipliers.init
-        for name, scaling in scalings.items()
-        if scaling.role == "tied_gain"
-    }
+    if gains := [name for name, scaling in scalings.items() if scaling.role == "tied_gain"]:
+        with doubled(model, gains, next((name for name in gains if scalings[name].one_plus), None)):
+            twice = activations(model, tokens)
+        head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+        up_to_head = itertools.takewhile(lambda name: name != head, before)
+        factor = scalings[gains[0]].multipliers.init
+        factors |= {name: factor for name in up_to_head if is_twice(twice[name].output, before[name].output)}
+    embedding = model.get_input_embeddings()
+    name = next((name for name, module in model.named_modules() if module is embedding), "")
+    weight = cast(nn.Embedding, embedding).weight
+    if name in before and torch.equal(before[name].output, weight.detach()[tokens]):  # not multiplied by itself
+        factor = scalings[next(n for n, p in model.named_parameters() if p is weight)].multipliers.lr
+        factors |= {n: factor for n, seen in before.items() if torch.equal(seen.output, before[name].output)}
+    return factors
 
 
 def _groups(model: PreTrainedModel, spec: MupSpec | None, lr: float) -> list[dict[str, Any]]:
@@ -173,80 +196,79 @@ def _groups(model: PreTrainedModel, spec: MupSpec | None, lr: float) -> list[dic
 
 
 def _train(
-    model: PreTrainedModel, groups: list[dict[str, Any]], tokens: Tensor, steps: int, width: int, lr: float
+    model: PreTrainedModel, spec: MupSpec | None, tokens: Tensor, steps: int, width: int, lr: float
 ) -> dict[str, _Sizes]:
-    optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=0.0)
-    before = _activations(model, tokens)
+    optimizer = torch.optim.AdamW(_groups(model, spec, lr), lr=lr, weight_decay=0.0)
+    before = activations(model, tokens)
+    factors = {} if spec is None else _factors(model, spec, tokens, before)
     for _ in range(steps):
         logits = model(input_ids=tokens).logits
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    after = _activations(model, tokens)
-    rows: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    after = activations(model, tokens)
+    kinds: dict[str, list[_Sizes]] = defaultdict(list)
     for name, start in before.items():
-        if name in after and after[name].shape == start.shape:  # an expert may get other tokens than before
-            rows[name_template(name)].append((start, after[name]))
-    return {kind: _sizes(pairs, width) for kind, pairs in rows.items()}
+        if name in after and after[name].output.shape == start.output.shape:  # an expert may get other tokens now
+            kinds[name_template(name)].append(_sizes(start, after[name], width, factors.get(name, 1.0)))
+    return {kind: _mean(layers) for kind, layers in kinds.items()}
 
 
-def _sizes(pairs: list[tuple[Tensor, Tensor]], width: int) -> _Sizes:
-    def mean(values: Callable[[Tensor, Tensor], Tensor]) -> float:
-        return sum(float(values(*pair).abs().mean()) for pair in pairs) / len(pairs)
+def _sizes(start: Activation, end: Activation, width: int, factor: float) -> _Sizes:
+    def mean(x: Tensor) -> float:
+        return float(x.abs().mean())
 
+    fed = None if start.fed is None or end.fed is None or start.fed.shape != end.fed.shape else (start.fed, end.fed)
     return _Sizes(
         width=width,
-        shape=tuple(pairs[0][0].shape),
-        start=mean(lambda x, _: x),
-        size=mean(lambda _, y: y),
-        change=mean(lambda x, y: y - x),
+        shape=tuple(start.output.shape),
+        start=mean(start.output) / factor,
+        size=mean(end.output) / factor,
+        change=mean(end.output - start.output) / factor,
+        fed_shape=() if fed is None else tuple(fed[0].shape),
+        fed_size=0.0 if fed is None else mean(fed[1]),
+        fed_change=0.0 if fed is None else mean(fed[1] - fed[0]),
     )
 
 
-def _activations(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
-    """Module name -> the first floating-point tensor of its output, in the order of the forward pass."""
-    found: dict[str, Tensor] = {}
-
-    def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            outputs = output if isinstance(output, tuple | list) else [output]
-            floats = [x for x in outputs if isinstance(x, Tensor) and x.is_floating_point()]
-            if floats:
-                found[name] = floats[0].detach().float().clone()
-
-        return hook
-
-    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules() if name]
-    try:
-        with torch.no_grad():
-            model(input_ids=tokens)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
+def _mean(layers: Sequence[_Sizes]) -> _Sizes:
+    numbers = {
+        name: sum(getattr(layer, name) for layer in layers) / len(layers)
+        for name in ("start", "size", "change", "fed_size", "fed_change")
+    }
+    return replace(layers[0], **numbers)
 
 
 def _slope(kind: str, sizes: list[_Sizes], spec: MupSpec) -> Slope:
+    def fit(name: str) -> float:
+        return _fit([(record.width, getattr(record, name)) for record in sizes])
+
     widths = sorted({record.width for record in sizes})
-    narrow, wide = (next(r.shape for r in sizes if r.width == width) for width in (widths[0], widths[-1]))
-    grows = narrow[-1:] != wide[-1:] or len(narrow) != len(wide)
-    start, size, change = (
-        _fit([(r.width, value) for r, value in zip(sizes, values, strict=True)])
-        for values in ([r.start for r in sizes], [r.size for r in sizes], [r.change for r in sizes])
-    )
+    narrow, wide = (next(r for r in sizes if r.width == width) for width in (widths[0], widths[-1]))
+    grows = _grows(narrow.shape, wide.shape)
+    is_fed_scores = bool(narrow.fed_shape) and not _grows(narrow.fed_shape, wide.fed_shape)
+    fed_size, fed_change = (fit("fed_size"), fit("fed_change")) if is_fed_scores else (0.0, 0.0)
+    size, change = fit("size"), fit("change")
+    shrinks = size - min(fed_size, 0.0) <= -FLAT or change - min(fed_change, 0.0) <= -FLAT_CHANGE
     return Slope(
         kind=kind,
         grows=grows,
         sizes={w: sum(r.size for r in sizes if r.width == w) * len(widths) / len(sizes) for w in widths},
-        at_start=start,
+        at_start=fit("start"),
         size=size,
         change=change,
-        flat=size < FLAT and change < FLAT_CHANGE and (not grows or (size > -FLAT and change > -FLAT_CHANGE)),
+        fed_size=fed_size,
+        fed_change=fed_change,
+        flat=size < FLAT and change < FLAT_CHANGE and not (grows and shrinks),
         roles=tuple(
             sorted({s.role for name, s in spec.parameters.items() if name_template(name).startswith(f"{kind}.")})
         ),
     )
+
+
+def _grows(narrow: tuple[int, ...], wide: tuple[int, ...]) -> bool:
+    return narrow[-1:] != wide[-1:] or len(narrow) != len(wide)
 
 
 def _fit(points: list[tuple[int, float]]) -> float:

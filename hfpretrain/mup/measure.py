@@ -7,7 +7,8 @@ put on top of that would count twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -163,6 +164,27 @@ def final_gain(model: PreTrainedModel, vectors: Sequence[str]) -> FinalGain | No
     return None
 
 
+@contextmanager
+def doubled(model: PreTrainedModel, names: Sequence[str], one_plus: str | None) -> Iterator[None]:
+    """The model with these gains and biases at twice their effective size, and as it was afterwards."""
+    parameters = dict(model.named_parameters())
+    saved = {name: parameters[name].detach().clone() for name in names}
+    try:
+        with torch.no_grad():
+            for name in names:
+                parameters[name].mul_(2).add_(1.0 if name == one_plus else 0.0)
+        yield
+    finally:
+        with torch.no_grad():
+            for name in names:
+                parameters[name].copy_(saved[name])
+
+
+def is_twice(twice: Tensor, once: Tensor) -> bool:
+    """Whether one is the other's double up to rounding."""
+    return torch.allclose(twice, 2 * once, rtol=1e-4, atol=1e-5 * float(once.abs().max()))
+
+
 def _doubles(model: PreTrainedModel, names: Sequence[str], one_plus: str | None) -> bool:
     tokens = probe_tokens(model.config)
     parameters = dict(model.named_parameters())
@@ -176,13 +198,11 @@ def _doubles(model: PreTrainedModel, names: Sequence[str], one_plus: str | None)
             for name in names:  # a bias of zero would double whatever is done with it
                 parameters[name].add_(0.1 * torch.randn(saved[name].shape, generator=generator))
             model(input_ids=tokens)
-            for name in names:
-                parameters[name].mul_(2).add_(1.0 if name == one_plus else 0.0)
-            model(input_ids=tokens)
+            with doubled(model, names, one_plus):
+                model(input_ids=tokens)
     finally:
         handle.remove()
         with torch.no_grad():
             for name in names:
                 parameters[name].copy_(saved[name])
-    once, twice = seen[0], seen[-1]
-    return len(seen) == 2 and bool(torch.allclose(twice, 2 * once, rtol=1e-4, atol=1e-5 * float(once.abs().max())))
+    return len(seen) == 2 and is_twice(seen[1], seen[0])
