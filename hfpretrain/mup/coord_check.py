@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfpretrain.model import name_template
 from hfpretrain.mup.activations import Activation, activations
 from hfpretrain.mup.apply import apply
-from hfpretrain.mup.infer import infer
+from hfpretrain.mup.infer import infer_from, study
 from hfpretrain.mup.measure import doubled, is_twice
 from hfpretrain.mup.probe import probe_model, probe_tokens
 from hfpretrain.mup.spec import MupSpec
@@ -117,13 +117,12 @@ def coord_check(
         ConfigError: a width that this architecture cannot have, or what `infer` refuses.
     """
     own = hidden_size(config)
-    base = scale_width(config, Fraction(min(widths), own))
+    seen = study(scale_width(config, Fraction(min(widths), own)))
     records: dict[str, list[_Sizes]] = defaultdict(list)
     spec: MupSpec | None = None
     for width in sorted(widths):
         scaled = scale_width(config, Fraction(width, own))
-        if not standard or width == max(widths):  # the standard parametrisation needs it for the roles it prints
-            spec = infer(scaled, base_config=base, overrides=overrides)
+        spec = infer_from(seen, scaled, overrides=overrides)
         for seed in range(seeds):
             model = probe_model(scaled, seed=seed)
             if not standard:
