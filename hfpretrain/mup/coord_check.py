@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfpretrain.model import name_template
 from hfpretrain.mup.activations import Activation, activations
 from hfpretrain.mup.apply import apply
-from hfpretrain.mup.infer import infer_from, study
+from hfpretrain.mup.infer import Study, infer_from, study
 from hfpretrain.mup.measure import doubled, is_twice
 from hfpretrain.mup.probe import probe_model, probe_tokens
 from hfpretrain.mup.spec import MupSpec
@@ -32,6 +32,9 @@ from hfpretrain.mup.width import hidden_size, scale_width
 FLAT = 0.15  # largest slope of log2 size against log2 width; the standard parametrisation has 0.5 to 2
 # Largest slope of the change since the start, which has more noise: a rate wrong by a power 1/2 of the width shows 0.5.
 FLAT_CHANGE = 0.3
+# A few steps of it are a tenth of weights drawn with 0.02. At larger ones the smallest width leaves its first, linear
+# phase, which the widest does not, and slopes of a limit that is not reached yet are measured.
+LEARNING_RATE = 5e-4
 ROWS, TOKENS = 4, 32
 EPS = 1e-12  # at tiny gradients the default of 1e-8 would be part of what is measured
 
@@ -47,10 +50,11 @@ class Slope:
         at_start, size, change: slopes against log2 width of log2 mean |x| at the start and after the last step, and of
             log2 mean |x - x at the start|.
         fed_size, fed_change: the same slopes of what goes in, where that has no dimension that grows; else 0.
-        flat: |size| < FLAT and |change| < FLAT_CHANGE; where nothing grows, the same without the absolute value. The
-            scores of a low rank may shrink like the logits, by 1/sqrt(width) at the start (Yang et al. 2022, section
-            D.2), and what is made of nothing but them shrinks as well: below, only a module's own part counts, size -
-            fed_size and change - fed_change.
+        steepness: (of size, of change) how steep in a direction that counts: either, or where nothing grows, upwards.
+            The scores of a low rank may shrink like the logits, by 1/sqrt(width) at the start (Yang et al. 2022,
+            section D.2), and what is made of nothing but them shrinks as well: downwards, only a module's own part
+            counts, fed_size - size and fed_change - change.
+        flat: steepness is less than FLAT in size and FLAT_CHANGE in change.
         roles: of the parameters in it.
     """
 
@@ -62,6 +66,7 @@ class Slope:
     change: float
     fed_size: float
     fed_change: float
+    steepness: tuple[float, float]
     flat: bool
     roles: tuple[str, ...]
 
@@ -75,6 +80,7 @@ class CoordCheck:
     seeds: int
     lr: float
     standard: bool
+    tied: bool
     slopes: tuple[Slope, ...]
     fault: str
 
@@ -102,9 +108,10 @@ def coord_check(
     widths: Sequence[int],
     steps: int = 4,
     seeds: int = 1,
-    lr: float = 1e-3,
+    lr: float = LEARNING_RATE,
     standard: bool = False,
     overrides: dict[str, Any] | None = None,
+    seen: Study | None = None,
 ) -> CoordCheck:
     """Train `config` at each of `widths` and measure activations.
 
@@ -112,12 +119,13 @@ def coord_check(
         widths: hidden sizes; the smallest is the base, where muP and the standard parametrisation are the same.
         standard: the standard parametrisation, one learning rate for all: it should fail.
         overrides: see `infer`.
+        seen: of the model at the smallest width, where it has been studied already.
 
     Raises:
         ConfigError: a width that this architecture cannot have, or what `infer` refuses.
     """
     own = hidden_size(config)
-    seen = study(scale_width(config, Fraction(min(widths), own)))
+    seen = study(scale_width(config, Fraction(min(widths), own))) if seen is None else seen
     records: dict[str, list[_Sizes]] = defaultdict(list)
     spec: MupSpec | None = None
     for width in sorted(widths):
@@ -132,14 +140,14 @@ def coord_check(
                 records[kind].append(sizes)
     assert spec is not None
     slopes = tuple(_slope(kind, sizes, spec) for kind, sizes in records.items() if len(sizes) == len(widths) * seeds)
-    return CoordCheck(tuple(sorted(widths)), steps, seeds, lr, standard, slopes, _fault(slopes))
+    return CoordCheck(tuple(sorted(widths)), steps, seeds, lr, standard, spec.tied, slopes, _fault(slopes))
 
 
 def _fault(slopes: Sequence[Slope]) -> str:
     bad = [slope for slope in slopes if not slope.flat]
     if not bad:
         return ""
-    worst = max(bad, key=lambda s: max(abs(s.size), abs(s.change)))
+    worst = max(bad, key=lambda s: max(s.steepness))
     roles = ", ".join(worst.roles) or "none of its own"
     return f"{worst.kind} (roles: {roles}), slope {worst.size:+.2f} in size and {worst.change:+.2f} in change"
 
@@ -249,7 +257,7 @@ def _slope(kind: str, sizes: list[_Sizes], spec: MupSpec) -> Slope:
     is_fed_scores = bool(narrow.fed_shape) and not _grows(narrow.fed_shape, wide.fed_shape)
     fed_size, fed_change = (fit("fed_size"), fit("fed_change")) if is_fed_scores else (0.0, 0.0)
     size, change = fit("size"), fit("change")
-    shrinks = size - min(fed_size, 0.0) <= -FLAT or change - min(fed_change, 0.0) <= -FLAT_CHANGE
+    steepness = _steepness(size, fed_size, grows), _steepness(change, fed_change, grows)
     return Slope(
         kind=kind,
         grows=grows,
@@ -259,11 +267,16 @@ def _slope(kind: str, sizes: list[_Sizes], spec: MupSpec) -> Slope:
         change=change,
         fed_size=fed_size,
         fed_change=fed_change,
-        flat=size < FLAT and change < FLAT_CHANGE and not (grows and shrinks),
+        steepness=steepness,
+        flat=steepness[0] < FLAT and steepness[1] < FLAT_CHANGE,
         roles=tuple(
             sorted({s.role for name, s in spec.parameters.items() if name_template(name).startswith(f"{kind}.")})
         ),
     )
+
+
+def _steepness(slope: float, fed: float, grows: bool) -> float:
+    return max(slope, min(fed, 0.0) - slope) if grows else slope
 
 
 def _grows(narrow: tuple[int, ...], wide: tuple[int, ...]) -> bool:
