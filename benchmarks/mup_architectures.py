@@ -101,13 +101,15 @@ def examine(model_type: str) -> Row:
 
 def steepest(check: CoordCheck, which: Sequence[int]) -> str:
     """The slope that is steepest in a direction that counts, of size (0) or change (1), and its layer."""
-    worst, index = max(((s, i) for s in check.slopes for i in which), key=lambda pair: pair[0].steepness[pair[1]])
+    measured = [(s, i) for s in check.slopes for i in which if s.measured]
+    worst, index = max(measured, key=lambda pair: pair[0].steepness[pair[1]])
     return f"{(worst.size, worst.change)[index]:+.2f} {worst.kind}"
 
 
 def faults(check: CoordCheck) -> str:
     bad = [f"{s.kind} {s.size:+.2f} / {s.change:+.2f}" for s in check.slopes if not s.flat]
-    return ", ".join(bad)
+    noisy = [f"{s.kind} {s.size:+.2f} +- {s.errors[0]:.2f}" for s in check.slopes if not s.measured]
+    return ", ".join(bad) + (f"{'; ' if bad else ''}too noisy to tell: {', '.join(noisy)}" if noisy else "")
 
 
 def one_line(error: BaseException) -> str:

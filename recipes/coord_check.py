@@ -26,7 +26,8 @@ from hfpretrain.arguments.files import merge_files
 from hfpretrain.arguments.types import key_values
 from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.model import load_config
-from hfpretrain.mup.coord_check import FLAT, LEARNING_RATE, CoordCheck, coord_check
+from hfpretrain.mup.coord_check import LEARNING_RATE, CoordCheck, coord_check
+from hfpretrain.mup.slopes import FLAT
 from hfpretrain.small_models import NotBuildable, tiny_config
 
 

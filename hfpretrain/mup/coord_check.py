@@ -9,10 +9,9 @@ learning rate transfers.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, cast
 
@@ -26,49 +25,15 @@ from hfpretrain.mup.apply import apply
 from hfpretrain.mup.infer import Study, infer_from, study
 from hfpretrain.mup.measure import doubled, is_twice
 from hfpretrain.mup.probe import probe_model, probe_tokens
+from hfpretrain.mup.slopes import Sizes, Slope, mean_sizes, sizes_of, slope_of
 from hfpretrain.mup.spec import MupSpec
 from hfpretrain.mup.width import hidden_size, scale_width
 
-FLAT = 0.15  # largest slope of log2 size against log2 width; the standard parametrisation has 0.5 to 2
-# Largest slope of the change since the start, which has more noise: a rate wrong by a power 1/2 of the width shows 0.5.
-FLAT_CHANGE = 0.3
 # A few steps of it are a tenth of weights drawn with 0.02. At larger ones the smallest width leaves its first, linear
 # phase, which the widest does not, and slopes of a limit that is not reached yet are measured.
 LEARNING_RATE = 5e-4
 ROWS, TOKENS = 4, 32
 EPS = 1e-12  # at tiny gradients the default of 1e-8 would be part of what is measured
-
-
-@dataclass(frozen=True)
-class Slope:
-    """One kind of module over all widths and seeds.
-
-    Attributes:
-        kind: name of the module, layer numbers starred.
-        grows: its output has a dimension that grows with the width (else it is only bounded above).
-        sizes: width -> mean |x| after the last step, averaged over layers and seeds.
-        at_start, size, change: slopes against log2 width of log2 mean |x| at the start and after the last step, and of
-            log2 mean |x - x at the start|.
-        fed_size, fed_change: the same slopes of what goes in, where that has no dimension that grows; else 0.
-        steepness: (of size, of change) how steep in a direction that counts: either, or where nothing grows, upwards.
-            The scores of a low rank may shrink like the logits, by 1/sqrt(width) at the start (Yang et al. 2022,
-            section D.2), and what is made of nothing but them shrinks as well: downwards, only a module's own part
-            counts, fed_size - size and fed_change - change.
-        flat: steepness is less than FLAT in size and FLAT_CHANGE in change.
-        roles: of the parameters in it.
-    """
-
-    kind: str
-    grows: bool
-    sizes: dict[int, float]
-    at_start: float
-    size: float
-    change: float
-    fed_size: float
-    fed_change: float
-    steepness: tuple[float, float]
-    flat: bool
-    roles: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -95,6 +60,7 @@ class CoordCheck:
         rows = [("activation", "at start", "size", "change", "", "roles")]
         for s in self.slopes:
             mark = ("flat" if s.grows else "bounded") if s.flat else "NOT FLAT"
+            mark = mark if s.measured else "too noisy"
             rows.append((s.kind, f"{s.at_start:+.2f}", f"{s.size:+.2f}", f"{s.change:+.2f}", mark, " ".join(s.roles)))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = ["  ".join(f"{row[i]:{'<' if i in (0, 4) else '>'}{widths[i]}}" for i in range(5)) for row in rows]
@@ -126,7 +92,7 @@ def coord_check(
     """
     own = hidden_size(config)
     seen = study(scale_width(config, Fraction(min(widths), own))) if seen is None else seen
-    records: dict[str, list[_Sizes]] = defaultdict(list)
+    records: dict[str, list[Sizes]] = defaultdict(list)
     spec: MupSpec | None = None
     for width in sorted(widths):
         scaled = scale_width(config, Fraction(width, own))
@@ -139,7 +105,11 @@ def coord_check(
             for kind, sizes in _train(model, None if standard else spec, tokens, steps, width, lr).items():
                 records[kind].append(sizes)
     assert spec is not None
-    slopes = tuple(_slope(kind, sizes, spec) for kind, sizes in records.items() if len(sizes) == len(widths) * seeds)
+    slopes = tuple(
+        slope_of(kind, sizes, _roles(kind, spec))
+        for kind, sizes in records.items()
+        if len(sizes) == len(widths) * seeds
+    )
     return CoordCheck(tuple(sorted(widths)), steps, seeds, lr, standard, spec.tied, slopes, _fault(slopes))
 
 
@@ -152,18 +122,8 @@ def _fault(slopes: Sequence[Slope]) -> str:
     return f"{worst.kind} (roles: {roles}), slope {worst.size:+.2f} in size and {worst.change:+.2f} in change"
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Mean |x| of one kind of module in one run, averaged over its layers: what comes out and what goes in."""
-
-    width: int
-    shape: tuple[int, ...]
-    start: float
-    size: float
-    change: float
-    fed_shape: tuple[int, ...]  # () where nothing goes in, or several tensors
-    fed_size: float
-    fed_change: float
+def _roles(kind: str, spec: MupSpec) -> tuple[str, ...]:
+    return tuple(sorted({s.role for name, s in spec.parameters.items() if name_template(name).startswith(f"{kind}.")}))
 
 
 def _factors(
@@ -204,7 +164,7 @@ def _groups(model: PreTrainedModel, spec: MupSpec | None, lr: float) -> list[dic
 
 def _train(
     model: PreTrainedModel, spec: MupSpec | None, tokens: Tensor, steps: int, width: int, lr: float
-) -> dict[str, _Sizes]:
+) -> dict[str, Sizes]:
     optimizer = torch.optim.AdamW(_groups(model, spec, lr), lr=lr, weight_decay=0.0)
     before = activations(model, tokens)
     factors = {} if spec is None else _factors(model, spec, tokens, before)
@@ -215,79 +175,8 @@ def _train(
         loss.backward()
         optimizer.step()
     after = activations(model, tokens)
-    kinds: dict[str, list[_Sizes]] = defaultdict(list)
+    kinds: dict[str, list[Sizes]] = defaultdict(list)
     for name, start in before.items():
         if name in after and after[name].output.shape == start.output.shape:  # an expert may get other tokens now
-            kinds[name_template(name)].append(_sizes(start, after[name], width, factors.get(name, 1.0)))
-    return {kind: _mean(layers) for kind, layers in kinds.items()}
-
-
-def _sizes(start: Activation, end: Activation, width: int, factor: float) -> _Sizes:
-    def mean(x: Tensor) -> float:
-        return float(x.abs().mean())
-
-    fed = None if start.fed is None or end.fed is None or start.fed.shape != end.fed.shape else (start.fed, end.fed)
-    return _Sizes(
-        width=width,
-        shape=tuple(start.output.shape),
-        start=mean(start.output) / factor,
-        size=mean(end.output) / factor,
-        change=mean(end.output - start.output) / factor,
-        fed_shape=() if fed is None else tuple(fed[0].shape),
-        fed_size=0.0 if fed is None else mean(fed[1]),
-        fed_change=0.0 if fed is None else mean(fed[1] - fed[0]),
-    )
-
-
-def _mean(layers: Sequence[_Sizes]) -> _Sizes:
-    numbers = {
-        name: sum(getattr(layer, name) for layer in layers) / len(layers)
-        for name in ("start", "size", "change", "fed_size", "fed_change")
-    }
-    return replace(layers[0], **numbers)
-
-
-def _slope(kind: str, sizes: list[_Sizes], spec: MupSpec) -> Slope:
-    def fit(name: str) -> float:
-        return _fit([(record.width, getattr(record, name)) for record in sizes])
-
-    widths = sorted({record.width for record in sizes})
-    narrow, wide = (next(r for r in sizes if r.width == width) for width in (widths[0], widths[-1]))
-    grows = _grows(narrow.shape, wide.shape)
-    is_fed_scores = bool(narrow.fed_shape) and not _grows(narrow.fed_shape, wide.fed_shape)
-    fed_size, fed_change = (fit("fed_size"), fit("fed_change")) if is_fed_scores else (0.0, 0.0)
-    size, change = fit("size"), fit("change")
-    steepness = _steepness(size, fed_size, grows), _steepness(change, fed_change, grows)
-    return Slope(
-        kind=kind,
-        grows=grows,
-        sizes={w: sum(r.size for r in sizes if r.width == w) * len(widths) / len(sizes) for w in widths},
-        at_start=fit("start"),
-        size=size,
-        change=change,
-        fed_size=fed_size,
-        fed_change=fed_change,
-        steepness=steepness,
-        flat=steepness[0] < FLAT and steepness[1] < FLAT_CHANGE,
-        roles=tuple(
-            sorted({s.role for name, s in spec.parameters.items() if name_template(name).startswith(f"{kind}.")})
-        ),
-    )
-
-
-def _steepness(slope: float, fed: float, grows: bool) -> float:
-    return max(slope, min(fed, 0.0) - slope) if grows else slope
-
-
-def _grows(narrow: tuple[int, ...], wide: tuple[int, ...]) -> bool:
-    return narrow[-1:] != wide[-1:] or len(narrow) != len(wide)
-
-
-def _fit(points: list[tuple[int, float]]) -> float:
-    """Least-squares slope of log2 y against log2 x; 0 where y is nothing but zeros."""
-    usable = [(math.log2(x), math.log2(y)) for x, y in points if y > 0]
-    if not usable:
-        return 0.0
-    middle = sum(x for x, _ in usable) / len(usable)
-    spread = sum((x - middle) ** 2 for x, _ in usable)
-    return sum((x - middle) * y for x, y in usable) / spread if spread else 0.0
+            kinds[name_template(name)].append(sizes_of(start, after[name], width, factors.get(name, 1.0)))
+    return {kind: mean_sizes(layers) for kind, layers in kinds.items()}
