@@ -100,10 +100,11 @@ def examine(model_type: str) -> Row:
 
 
 def steepest(check: CoordCheck, which: Sequence[int]) -> str:
-    """The slope that is steepest in a direction that counts, of size (0) or change (1), and its layer."""
+    """The steepest slope, of size (0) or change (1), as far as it counts (see `Slope.steepness`), and its layer."""
     measured = [(s, i) for s in check.slopes for i in which if s.measured]
     worst, index = max(measured, key=lambda pair: pair[0].steepness[pair[1]])
-    return f"{(worst.size, worst.change)[index]:+.2f} {worst.kind}"
+    upwards = worst.steepness[index] == (worst.size, worst.change)[index]
+    return f"{worst.steepness[index] * (1 if upwards else -1):+.2f} {worst.kind}"
 
 
 def faults(check: CoordCheck) -> str:

@@ -34,27 +34,31 @@ def test_slope_of_known_points() -> None:
 
 def sizes(width: int, size: float, *, grows: bool = True, fed: float | None = None, fed_grows: bool = False) -> Sizes:
     shape, fed_shape = (2, width if grows else 8), (2, width if fed_grows else 8)
-    return Sizes(width, shape, size, size, size, () if fed is None else fed_shape, fed or 0.0, fed or 0.0)
+    return Sizes(width, shape, size, size, size, () if fed is None else fed_shape, "fc1", fed or 0.0, fed or 0.0)
 
 
 def test_what_is_held_against_a_module() -> None:
     """n^-1/2 out of scores that are n^-1/2 is flat; out of anything that grows, or out of Theta(1), it is not."""
     halves = {64: 1.0, 256: 0.5}
     cases = [
-        (slope_of("fc2", [sizes(n, y, fed=3 * y) for n, y in halves.items()], ()), True, 0.0),
-        (slope_of("fc2", [sizes(n, y, fed=3.0) for n, y in halves.items()], ()), False, 0.5),
-        (slope_of("fc2", [sizes(n, y, fed=3 * y, fed_grows=True) for n, y in halves.items()], ()), False, 0.5),
-        (slope_of("fc2", [sizes(n, y) for n, y in halves.items()], ()), False, 0.5),
-        (slope_of("fc2", [sizes(n, 1 / y, fed=1 / y) for n, y in halves.items()], ()), False, 0.5),  # never upwards
-        (slope_of("head", [sizes(n, y, grows=False) for n, y in halves.items()], ()), True, -0.5),
+        (slope_of("fc2", [sizes(n, y, fed=3 * y) for n, y in halves.items()], (), {}), True, 0.0),
+        (slope_of("fc2", [sizes(n, y, fed=3.0) for n, y in halves.items()], (), {}), False, 0.5),
+        (slope_of("fc2", [sizes(n, y, fed=3 * y, fed_grows=True) for n, y in halves.items()], (), {}), False, 0.5),
+        (slope_of("fc2", [sizes(n, y) for n, y in halves.items()], (), {}), False, 0.5),
+        (slope_of("fc2", [sizes(n, 1 / y, fed=1 / y) for n, y in halves.items()], (), {}), False, 0.5),  # never upwards
+        (slope_of("head", [sizes(n, y, grows=False) for n, y in halves.items()], (), {}), True, -0.5),
     ]
+    # Fed with what another module made: one that is fed with scores itself, and one that is not.
+    for fed_with, flat in ((cases[0][0], True), (cases[5][0], False)):
+        rows = [sizes(n, y, fed=y, fed_grows=True) for n, y in halves.items()]
+        cases.append((slope_of("norm", rows, (), {"fc1": fed_with}), flat, 0.0 if flat else 0.5))
     for slope, flat, steepness in cases:
         assert (slope.flat, slope.steepness[0]) == (flat, pytest.approx(steepness))
 
 
 def test_noise_is_no_slope_and_no_excuse() -> None:
     def slope(*rows: tuple[int, float]) -> Slope:
-        return slope_of("gate", [sizes(width, size) for width, size in rows], ())
+        return slope_of("gate", [sizes(width, size) for width, size in rows], (), {})
 
     noisy = slope((64, 1.0), (64, 16.0), (256, 2.0), (256, 32.0))  # slope 1/2, error sqrt(16 / 2 / 4)
     assert noisy.errors[0] == pytest.approx(2**0.5)
@@ -87,6 +91,8 @@ def test_what_a_module_is_fed_with() -> None:
         assert found["embed"].fed is None
         assert found["block.wide"].fed.shape == (1, 3, 2)
         assert torch.equal(found["block.wide"].fed, found["block.narrow"].output)
+        assert (found["block.wide"].fed_by, found["block.narrow"].fed_by) == ("block.narrow", "embed")
+        assert found["block"].fed_by == ("embed" if add else "block.narrow")
         assert torch.equal(found["block"].output, found["block.wide"].output) is not add
         assert found["block"].fed.shape == ((1, 3, 6) if add else (1, 3, 2))
 

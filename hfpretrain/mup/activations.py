@@ -19,16 +19,22 @@ class Activation:
         output: the first floating-point tensor that it returns.
         fed: the floating-point tensor that it was called with; None where there was none or several. A module that
             returns what one of its children made has that child's.
+        fed_by: the module that made it; "" where none returned just that.
     """
 
     output: Tensor
     fed: Tensor | None
+    fed_by: str
 
 
 def activations(model: nn.Module, tokens: Tensor) -> dict[str, Activation]:
     """Module name -> its activation in `model(input_ids=tokens)`, in the order of the forward pass."""
     found: dict[str, Activation] = {}
     made: dict[int, tuple[Tensor, int, str]] = {}  # returned tensors are held, so that no id is used twice
+
+    def maker(tensor: Tensor) -> str:
+        _, version, name = made.get(id(tensor), (None, -1, ""))
+        return name if version == tensor._version else ""  # else something was done to it since, in place
 
     def note(name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -37,12 +43,11 @@ def activations(model: nn.Module, tokens: Tensor) -> dict[str, Activation]:
             if returned is None:
                 return
             inputs = [x for x in tree_leaves((args, kwargs)) if _is_float(x)]
-            fed = inputs[0].detach().float().clone() if len(inputs) == 1 else None
-            _, version, maker = made.get(id(returned), (None, -1, ""))
-            if version == returned._version and maker in found:
-                fed = found[maker].fed
+            fed, fed_by = (inputs[0].detach().float().clone(), maker(inputs[0])) if len(inputs) == 1 else (None, "")
+            if child := maker(returned):
+                fed, fed_by = found[child].fed, found[child].fed_by
             made[id(returned)] = (returned, returned._version, name)
-            found[name] = Activation(returned.detach().float().clone(), fed)
+            found[name] = Activation(returned.detach().float().clone(), fed, fed_by)
 
         return hook
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, cast
@@ -102,18 +102,19 @@ def coord_check(
             if not standard:
                 apply(model, cast(MupSpec, spec))
             tokens = probe_tokens(scaled, rows=ROWS, tokens=TOKENS, seed=seed)
-            for kind, sizes in _train(model, None if standard else spec, tokens, steps, width, lr).items():
-                records[kind].append(sizes)
+            for kind, of_kind in _train(model, None if standard else spec, tokens, steps, width, lr).items():
+                records[kind].append(of_kind)
     assert spec is not None
-    slopes = tuple(
-        slope_of(kind, sizes, _roles(kind, spec))
-        for kind, sizes in records.items()
-        if len(sizes) == len(widths) * seeds
+    slopes: dict[str, Slope] = {}
+    for kind, sizes in records.items():
+        if len(sizes) == len(widths) * seeds:
+            slopes[kind] = slope_of(kind, sizes, _roles(kind, spec), slopes)
+    return CoordCheck(
+        tuple(sorted(widths)), steps, seeds, lr, standard, spec.tied, tuple(slopes.values()), _fault(slopes.values())
     )
-    return CoordCheck(tuple(sorted(widths)), steps, seeds, lr, standard, spec.tied, slopes, _fault(slopes))
 
 
-def _fault(slopes: Sequence[Slope]) -> str:
+def _fault(slopes: Iterable[Slope]) -> str:
     bad = [slope for slope in slopes if not slope.flat]
     if not bad:
         return ""

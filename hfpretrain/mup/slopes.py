@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from hfpretrain.model import name_template
 from hfpretrain.mup.activations import Activation
 
 FLAT = 0.15  # largest slope of log2 size against log2 width; the standard parametrisation has 0.5 to 2
@@ -25,7 +26,8 @@ class Slope:
         sizes: width -> mean |x| after the last step, averaged over layers and seeds.
         at_start, size, change: slopes against log2 width of log2 mean |x| at the start and after the last step, and of
             log2 mean |x - x at the start|.
-        fed_size, fed_change: the same slopes of what goes in, where that has no dimension that grows; else 0.
+        of_scores: it is fed with one tensor in which nothing grows, or that a module made that is.
+        fed_size, fed_change: the same slopes of that tensor; else 0.
         steepness: (of size, of change) how steep in a direction that counts: either, or where nothing grows, upwards.
             The scores of a low rank may shrink like the logits, by 1/sqrt(width) at the start (Yang et al. 2022,
             section D.2), and what is made of nothing but them shrinks as well: downwards, only a module's own part
@@ -44,6 +46,7 @@ class Slope:
     at_start: float
     size: float
     change: float
+    of_scores: bool
     fed_size: float
     fed_change: float
     steepness: tuple[float, float]
@@ -63,6 +66,7 @@ class Sizes:
     size: float
     change: float
     fed_shape: tuple[int, ...]  # () where nothing goes in, or several tensors
+    fed_by: str  # the kind that made it
     fed_size: float
     fed_change: float
 
@@ -79,6 +83,7 @@ def sizes_of(start: Activation, end: Activation, width: int, factor: float) -> S
         size=mean(end.output) / factor,
         change=mean(end.output - start.output) / factor,
         fed_shape=() if fed is None else tuple(fed[0].shape),
+        fed_by=name_template(start.fed_by),
         fed_size=0.0 if fed is None else mean(fed[1]),
         fed_change=0.0 if fed is None else mean(fed[1] - fed[0]),
     )
@@ -92,15 +97,20 @@ def mean_sizes(layers: Sequence[Sizes]) -> Sizes:
     return replace(layers[0], **numbers)
 
 
-def slope_of(kind: str, sizes: Sequence[Sizes], roles: tuple[str, ...]) -> Slope:
+def slope_of(kind: str, sizes: Sequence[Sizes], roles: tuple[str, ...], before: Mapping[str, Slope]) -> Slope:
+    """The slopes of one kind of module, from all widths and seeds; `before`: of the kinds that ran before it."""
+
     def fit(name: str) -> tuple[float, float]:
         return _fit([(record.width, getattr(record, name)) for record in sizes])
 
     widths = sorted({record.width for record in sizes})
     narrow, wide = (next(r for r in sizes if r.width == width) for width in (widths[0], widths[-1]))
     grows = _grows(narrow.shape, wide.shape)
-    is_fed_scores = bool(narrow.fed_shape) and not _grows(narrow.fed_shape, wide.fed_shape)
-    fed_size, fed_change = (fit("fed_size")[0], fit("fed_change")[0]) if is_fed_scores else (0.0, 0.0)
+    maker = before.get(narrow.fed_by)
+    of_scores = bool(narrow.fed_shape) and (
+        narrow.fed_shape == wide.fed_shape or (maker is not None and maker.of_scores)
+    )
+    fed_size, fed_change = (fit("fed_size")[0], fit("fed_change")[0]) if of_scores else (0.0, 0.0)
     (size, size_error), (change, change_error) = fit("size"), fit("change")
     steepness = _steepness(size, fed_size, grows), _steepness(change, fed_change, grows)
     errors = (size_error, change_error) if len(sizes) > len(widths) else (0.0, 0.0)
@@ -116,6 +126,7 @@ def slope_of(kind: str, sizes: Sequence[Sizes], roles: tuple[str, ...]) -> Slope
         at_start=fit("start")[0],
         size=size,
         change=change,
+        of_scores=of_scores,
         fed_size=fed_size,
         fed_change=fed_change,
         steepness=steepness,
