@@ -130,6 +130,7 @@ class Oddities(nn.Module):
         self.cube = nn.Parameter(torch.randn(heads, width, width))
         self.unused = nn.Linear(width, 9)
         self.unused_conv1d = Conv1D(6, width)
+        self.unused_image = nn.Conv2d(3, width, kernel_size=2)
         self.heads = heads
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -168,6 +169,8 @@ def test_what_a_forward_pass_shows() -> None:
         "unused.bias": ("fixed", ()),
         "unused_conv1d.weight": ("output", (0,)),
         "unused_conv1d.bias": ("fixed", ()),
+        "unused_image.weight": ("input", ()),  # 3 colours, whatever the width
+        "unused_image.bias": ("vector", ()),
     }
     assert len(problems) == 2
     mixed, cube = problems
