@@ -28,6 +28,7 @@ from architectures import time_limit
 from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.mup.coord_check import LEARNING_RATE, ROWS, TOKENS, CoordCheck, coord_check
 from hfpretrain.mup.infer import study
+from hfpretrain.mup.slopes import FLAT, FLAT_CHANGE
 from hfpretrain.mup.width import hidden_size, scale_width
 from hfpretrain.small_models import NotBuildable, causal_model_types, tiny_config, tiny_model
 from machine import describe_machine
@@ -36,13 +37,27 @@ WIDTHS, STEPS, MORE_SEEDS = (64, 128, 256), 4, 4
 CPU_SECONDS = 300  # for one architecture
 
 
-BLIND = (
-    "What this check cannot see: whether the best learning rate is the same (few steps, random tokens, no schedule);",
-    "weight decay (none here; `tests/test_mup_apply.py`) and Adam's epsilon (1e-12 here; `tests/test_mup_gradients.py`);",
-    "parameters that a forward pass of text does not use, such as image encoders; one bad layer among many of its kind,",
-    "because they are averaged; bare tensors inside of a module, except by what it returns; a readout that is too small;",
-    "dimensions other than the last; other depths, head sizes and numbers of experts; and what is named as too noisy.",
-)
+EXPLANATION = f"""
+Every causal architecture of the installed transformers, in its smallest form: widths {", ".join(map(str, WIDTHS))}
+({min(WIDTHS)} is the base), {STEPS} AdamW steps of {LEARNING_RATE} on {ROWS} rows of {TOKENS} random tokens, float32,
+one seed; what is not flat then is measured again with {MORE_SEEDS} seeds, and that counts. The same for all. One by
+itself, with every slope: `python recipes/coord_check.py --model_type NAME --widths {" ".join(map(str, WIDTHS))}`.
+
+- *Size*: the steepest slope of log2 mean |x| of a module's output against log2 width after the last step; *change*: of
+  what the steps changed about it. Both ways count where the output has a dimension that grows; where not (logits,
+  router scores, low ranks), upwards only. A module that is fed with such scores and nothing else answers downwards for
+  its own part: what it is fed with is taken off.
+- *flat*: less than {FLAT} in size and {FLAT_CHANGE} in change, for every module; a rate or an initialisation that is
+  wrong by sqrt(width) shows 0.5. *Refused*: muP does not know how, and says so before a run.
+- *Without muP*: the steepest of either slope with the architecture's own initialisation and one learning rate for all
+  widths. This negative control must not be flat.
+
+What this check cannot see: whether the best learning rate is the same (few steps, random tokens, no schedule); weight
+decay (none here; `tests/test_mup_apply.py`) and Adam's epsilon (1e-12 here; `tests/test_mup_gradients.py`); parameters
+that a forward pass of text does not use, such as image encoders; one bad layer among many of its kind, because they are
+averaged; bare tensors inside of a module, except by what it returns; a readout that is too small; dimensions other than
+the last; other depths, head sizes and numbers of experts; and what is named as too noisy.
+"""
 
 
 @dataclass(frozen=True)
@@ -147,24 +162,7 @@ def write(rows: Sequence[Row], output: Path, command: str) -> None:
         "",
         f"Made by `{command}` ({machine}).",
         "",
-        "Every causal architecture of the installed transformers, in its smallest form: widths "
-        f"{', '.join(map(str, WIDTHS))} ({min(WIDTHS)} is the base), {STEPS} AdamW",
-        f"steps of {LEARNING_RATE} on {ROWS} rows of {TOKENS} random tokens, float32, one seed; what is not flat then is "
-        f"measured again with {MORE_SEEDS}",
-        "seeds, and that counts. The same for all. One architecture by itself, with every slope:",
-        "`python recipes/coord_check.py --model_type NAME --widths 64 128 256`.",
-        "",
-        "- *Size*: the steepest slope of log2 mean |x| of a module's output against log2 width after the last step;",
-        "  *change*: of what the steps changed about it. Both ways count where the output has a dimension that grows; where",
-        "  not (logits, router scores, low ranks), upwards only. A module that is fed with such scores and nothing else",
-        "  answers downwards for its own part: what it is fed with is taken off.",
-        f"- *flat*: less than {FLAT} in size and {FLAT_CHANGE} in change, for every module; a rate or an initialisation "
-        "that is wrong by",
-        "  sqrt(width) shows 0.5. *Refused*: muP does not know how, and says so before a run. *Not built*: not in this form.",
-        "- *Without muP*: the steepest of either slope with the architecture's own initialisation and one learning rate",
-        "  for all widths. This negative control must not be flat.",
-        "",
-        *BLIND,
+        *EXPLANATION.strip().splitlines(),
         "",
         *summary(rows),
         "",
