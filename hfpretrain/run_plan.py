@@ -170,8 +170,13 @@ def documents_of(values: SimpleNamespace) -> float | None:
 
 
 def _ruled(config: PreTrainedConfig, sequence_length: int, reason: str) -> ModelFacts:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # whatever transformers says to sizes that do not fit together
+        what = f"transformers cannot build this model: {' '.join(str(error).split())}"
+        remedy = "correct config_overrides, or plan with --params"
+        raise ConfigError([Problem(what, str(config.model_type), "config_overrides", remedy)]) from error
     row = pack_concat(np.array([sequence_length]), sequence_length)
     flops = token_flops(model, row, isolate_documents=True)
     weights = 2.0 * flops.matmul_parameters
@@ -246,6 +251,8 @@ def stage_of(values: SimpleNamespace) -> int | None:
 def run_notes(values: SimpleNamespace, run: RunLength, facts: ModelFacts) -> list[str]:
     """What is allowed about a run, but worth a line."""
     notes = list(facts.notes)
+    if values.model_type and not values.tokenizer_name and "vocab_size" not in values.config_overrides:
+        notes.append("no tokenizer_name: the vocabulary is the architecture's default; a run takes the tokenizer's")
     share = budget.warmup_share(run.warmup_steps, run.num_steps)
     if not 0.005 <= share <= 0.04:
         notes.append(f"the warm-up is {share:.1%} of the run; 0.5 to 4 % is usual")

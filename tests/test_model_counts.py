@@ -1,4 +1,4 @@
-"""Counts by role and products on tiny models of many architectures, against torch's own operation counter and by hand."""
+"""Counts by role and products on tiny models of many architectures, against torch's operation counter and by hand."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hfpretrain.model_counts import ROLES, ModelCounts, NotCountable, count_model
 from hfpretrain.planning.flops import token_cost
+from hfpretrain.small_models import tiny_config
 
 LENGTH = 64
 DENSE = (
@@ -51,7 +51,7 @@ def cost_of(counts: ModelCounts) -> Any:
 
 @pytest.mark.parametrize("model_type", DENSE + SPARSE)
 def test_two_and_two_and_two(model_type: str) -> None:
-    """2 N forward and 2 N + 2 N backward from the sum over roles, within 1 % of what torch counts; attention as well."""
+    """2 N forward and 2 N + 2 N backward from the sum over roles, within 1 % of torch's count; attention as well."""
     forward, backward = counted(model_type)
     counts = count_model(tiny_config(model_type))
     cost = cost_of(counts)

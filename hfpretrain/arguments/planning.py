@@ -151,7 +151,8 @@ def _placement(values: SimpleNamespace) -> list[Problem]:
     config, source, problems = values.deepspeed, values.sources["deepspeed"], []
     if isinstance(config, str):
         try:
-            config = json.loads(Path(config).read_text(encoding="utf-8"))
+            text = config if config.lstrip().startswith("{") else Path(config).read_text(encoding="utf-8")
+            config = json.loads(text)
         except (OSError, ValueError) as error:
             what = f"the DeepSpeed configuration cannot be read: {' '.join(str(error).split())}"
             problems.append(Problem(what, str(values.deepspeed), source, "correct the path or the file"))
