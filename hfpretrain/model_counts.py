@@ -302,13 +302,12 @@ def _counts(model: nn.Module, short: _Pass, long: _Pass) -> ModelCounts:
             multiplied = sum(parameters[name].numel() for name in names if name in active)
             total = sum(parameters[name].numel() for name in names)
             parts.append(Part(role, total, multiplied, math.fsum(active.get(name, 0.0) for name in names)))
-    widths: Counter[int | None] = Counter()
-    calls: Counter[int | None] = Counter()
+    widths: dict[int | None, float] = {}
     for window, width in long.attention:
-        widths[window] += width
-        calls[window] += 1
+        widths[window] = widths.get(window, 0.0) + width
     if growing:
-        widths[None] += math.fsum(growing.values()) / 4
+        widths[None] = widths.get(None, 0.0) + math.fsum(growing.values()) / 4
+    calls = Counter(window for window, _ in long.attention)
     return ModelCounts(
         parts=tuple(parts),
         attention=tuple(Attention(window, widths[window], calls[window]) for window in sorted(widths, key=str)),

@@ -69,7 +69,8 @@ def check_plan(request: PlanRequest) -> tuple[RunLength, PreTrainedConfig | None
             problems.append(Problem(str(error).split("\n")[0], str(given), "config_name, tokenizer_name", remedy))
         if config is not None and "sequence_length" not in bad:
             vocabulary = range(config.get_text_config().vocab_size)
-            problems += check_model(config, vocabulary, *reversed(_stand_ins(values)))
+            args, data_args = _stand_ins(values)
+            problems += check_model(config, vocabulary, data_args, args)
     refuse(problems)
     assert run is not None
     return run, config

@@ -160,7 +160,7 @@ def test_the_demo_is_counted_with_its_tokenizers_vocabulary(capsys: pytest.Captu
 
 
 def test_stages_of_a_ramp(capsys: pytest.CaptureFixture[str]) -> None:
-    """1,024 tokens a step to 100,000: 98 steps; 2,048 to 300,000: 98 more; 298,944 are left: 72 whole steps of 4,096."""
+    """1,024 a step to 100,000: 98 steps; 2,048 to 300,000: 98 more; of 600,000 are left 72 whole steps of 4,096."""
     values = values_of([*DEMO, *RAMP], capsys)
     assert [values[f"stage_{n}_steps"] for n in (1, 2, 3)] == [98, 98, 72]
     assert [values[f"stage_{n}_first_token"] for n in (1, 2, 3)] == [0, 98 * 1024, 98 * 3072]
