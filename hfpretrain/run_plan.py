@@ -22,11 +22,13 @@ from hfpretrain.arguments.planning import PlanRequest
 from hfpretrain.data.packing import pack_concat
 from hfpretrain.data.tokenizer import byte_tokenizer, load_tokenizer
 from hfpretrain.errors import ConfigError, Problem, refuse
+from hfpretrain.memory_estimate import estimate_memory
 from hfpretrain.model import load_config
 from hfpretrain.model_counts import NotCountable, count_model
 from hfpretrain.planning import budget, storage
 from hfpretrain.planning.figures import Figure
 from hfpretrain.planning.flops import PEAK_FLOPS, TokenCost, peak_flops, token_cost
+from hfpretrain.planning.memory import MemoryEstimate, Placement, device_bytes
 from hfpretrain.preflight import check_model
 from hfpretrain.training.batch_ramp import batch_lr_factor
 from hfpretrain.training.run_length import RunLength, derive
@@ -39,6 +41,7 @@ _LENGTHS = {
     *("warmup_steps", "warmup_fraction", "decay_steps", "decay_fraction", "decay_shape", "min_lr_ratio"),
     *("lr_scheduler_type",),
 }
+_PLACEMENT = {"world_size", "zero_stage", "offload_optimizer", "offload_params", "deepspeed", "bf16", "fp16"}
 _MODEL = {"params", "model_type", "config_name", "model_name_or_path", "config_overrides"}
 
 
@@ -55,6 +58,8 @@ def check_plan(request: PlanRequest) -> tuple[RunLength, PreTrainedConfig | None
             run = derive(*_stand_ins(values), world_size=values.world_size)
         except ConfigError as error:
             problems += error.problems
+    if not bad & _PLACEMENT:
+        problems += placement_of(values).problems()
     if peak_flops(values.device) is None:
         what = "the peak of this device is not known"
         problems.append(Problem(what, str(values.device), values.sources["device"], "one of " + ", ".join(PEAK_FLOPS)))
@@ -240,6 +245,51 @@ def checkpoint_figures(values: SimpleNamespace, run: RunLength, parameters: int)
         storage_gbps=values.storage_gbps,
         zero_stage=stage_of(values),
     )
+
+
+def placement_of(values: SimpleNamespace, config: PreTrainedConfig | None = None) -> Placement:
+    """Where the run puts weights, gradients and optimizer state: DeepSpeed's configuration, or the plan's flags."""
+    deepspeed: Any = values.deepspeed_config or {}
+    dtype = "float32"
+    for name, key in (("bfloat16", "bf16"), ("float16", "fp16")):
+        enabled = deepspeed.get(key, {}).get("enabled", "auto")
+        if getattr(values, key) if enabled == "auto" else enabled:
+            dtype = name
+    if values.deepspeed_config is not None:
+        width = None if config is None else getattr(config.get_text_config(), "hidden_size", None)
+        return Placement.from_deepspeed(deepspeed, world_size=values.world_size, dtype=dtype, hidden_size=width)
+    offloads = {"offload_optimizer": values.offload_optimizer, "offload_params": values.offload_params}
+    return Placement(values.world_size, values.zero_stage, dtype, **offloads)
+
+
+def memory_of(values: SimpleNamespace, run: RunLength, config: PreTrainedConfig | None) -> MemoryEstimate:
+    """What one rank takes; only what does not depend on the batch where there is a number of parameters alone."""
+    attention = values.attn_implementation
+    return estimate_memory(
+        config,
+        placement=placement_of(values, config),
+        parameters=values.params,
+        sequence_length=run.sequence_length,
+        rows=values.per_device_train_batch_size,
+        micro_batches=run.micro_batches_per_step,
+        optimizer=str(getattr(values.optim, "value", values.optim)),
+        gradient_checkpointing=values.gradient_checkpointing,
+        attn_implementation=None if attention == "auto" else attention,
+    )
+
+
+def memory_figures(values: SimpleNamespace, estimate: MemoryEstimate) -> tuple[list[Figure], list[str]]:
+    """(components of one rank and whether they fit on the device, what to say about it)."""
+    asked = values.device_memory_gb
+    size = device_bytes(values.device) if asked is None else int(asked * 1e9)
+    figures, notes = estimate.figures(), [f"memory leaves out {what}" for what in estimate.left_out]
+    if size is None:
+        return figures, [*notes, f"the memory of {values.device} is not known here: give --device_memory_gb"]
+    fit = estimate.fits(size)
+    figures.append(
+        Figure("device_memory", size, "bytes", "of one device", "data sheet" if asked is None else "as given")
+    )
+    return figures + fit.figures(), [f"memory {fit}", *notes]
 
 
 def stage_of(values: SimpleNamespace) -> int | None:

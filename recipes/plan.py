@@ -19,7 +19,16 @@ from hfpretrain.planning import compute
 from hfpretrain.planning.figures import Section, plan_table
 from hfpretrain.planning.flops import peak_flops
 from hfpretrain.planning.law_figures import batch_figures, law_notes, rate_figures, size_figures
-from hfpretrain.run_plan import as_json, check_plan, checkpoint_figures, model_facts, run_figures, run_notes
+from hfpretrain.run_plan import (
+    as_json,
+    check_plan,
+    checkpoint_figures,
+    memory_figures,
+    memory_of,
+    model_facts,
+    run_figures,
+    run_notes,
+)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -28,6 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     run, config = check_plan(request)
     values = request.values
     model = model_facts(values, config)
+    estimate = memory_of(values, run, config)
 
     # 2. The figures, each with its unit, formula and source.
     costs = [] if model.cost is None else compute.token_figures(model.cost)
@@ -55,16 +65,20 @@ def main(argv: list[str] | None = None) -> None:
     batches = batch_figures(
         **size, batch_tokens=run.batch_tokens, noise_scale_points=values.points, inner_flops=inner_flops
     )
+    memory, memory_notes = memory_figures(values, estimate)
     sections = [
         Section("Run", tuple(run_figures(values, run))),
         Section("Parameters", tuple(compute.parameter_figures(model.parameters, model.parts, tied=model.tied))),
         Section("Compute", tuple(costs)),
+        Section("Memory of one rank", tuple(memory)),
+        Section("Optimizers side by side", tuple(estimate.optimizer_figures())),
         Section("Checkpoints", tuple(checkpoint_figures(values, run, model.parameters))),
         Section("Size and data", tuple(size_figures(**size, inference_tokens=values.inference_tokens))),
         Section("Batch", tuple(batches)),
         Section("Learning rate", tuple(rates)),
     ]
-    notes = run_notes(values, run, model) + law_notes(**size, rates=rates, inference_tokens=values.inference_tokens)
+    notes = run_notes(values, run, model) + memory_notes
+    notes += law_notes(**size, rates=rates, inference_tokens=values.inference_tokens)
 
     # 3. For programs, or for people.
     if values.json:

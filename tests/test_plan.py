@@ -223,6 +223,38 @@ def test_experts_and_what_cannot_be_counted(capsys: pytest.CaptureFixture[str], 
     assert [note for note in dbrx["notes"] if "not counted" in note and "nonzero" in note]
 
 
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_bare_number_is_the_first_documents_sixteen_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Plain DDP: fp32 weights, gradients and two moments. What depends on the batch is left out, and said so."""
+    document = printed([*RUN, "--device_memory_gb", "100"], capsys)
+    values = {figure["name"]: figure["value"] for figure in document["figures"]}
+    assert values["memory_weights"] == 4 * 7e9
+    assert values["memory_optimizer_state"] == values["optimizer_state_adamw"] == 8 * 7e9 + 4  # a step counter
+    assert values["memory_peak"] >= 112e9
+    assert values["device_memory"] == 100e9
+    assert values["memory_margin"] == 100e9 - values["memory_peak"]
+    notes = "\n".join(document["notes"])
+    assert "memory too large" in notes
+    assert "activations, logits and buffers" in notes
+
+
+def test_memory_of_a_counted_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """The largest micro-batch fits a device of 40 MB and one row more does not; ZeRO 1 on 4 ranks keeps a quarter."""
+    device = ["--device_memory_gb", "0.04", "--per_device_train_batch_size"]
+    values = values_of([*SMALL, *device, "1"], capsys)
+    assert values["memory_weights"] == 4 * values["parameters"]
+    assert values["memory_optimizer_state"] == 8 * values["parameters"] + 4 * (2 * 9 + 3)  # and a counter a tensor
+    rows = values["largest_micro_batch"]
+    assert rows > 1
+    assert values_of([*SMALL, *device, str(rows)], capsys)["memory_margin"] >= 0
+    assert values_of([*SMALL, *device, str(rows + 1)], capsys)["memory_margin"] < 0
+    sharded = values_of([*SMALL, "--zero_stage", "1", "--world_size", "4", "--bf16", "true"], capsys)
+    assert sharded["memory_weights"] == 2 * values["parameters"]
+    assert sharded["memory_optimizer_state"] == pytest.approx(8 * values["parameters"] / 4, rel=1e-3)
+
+
 # --- checkpoints and laws ---------------------------------------------------------------------------------------------
 
 
@@ -294,6 +326,7 @@ def test_faults_of_a_file_and_a_model_come_with_those_of_flags(tmp_path: Path) -
         ("--params 1B --total_tokens 1M --batch_ramp 0:1024,9M:2048", "stage 2 of the ramp never has a step"),
         ("--params 1B --total_tokens 1B --zero_stage 1 --deepspeed {}", "so does a flag of the plan"),
         ("--model_type gpt2 --total_tokens 1B --sequence_length 2048", "longer than the 1_024 positions"),
+        ("--params 1B --total_tokens 1B --offload_params true", "weights can only be offloaded"),
     ],
 )
 def test_one_fault(argv: str, message: str) -> None:

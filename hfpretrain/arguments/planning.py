@@ -40,6 +40,9 @@ class PlanArguments:
     device: str = _arg(
         "h100", "Kind of device: h200, h100, a100, ... Its dense bf16 peak and its memory count; h100 is a usual one."
     )
+    device_memory_gb: float | None = _arg(
+        None, "GB (1e9 bytes) of a device's memory. Default: the maker's figure, of several sizes the smallest."
+    )
     mfu: float = _arg(
         0.4,
         "Share of that peak that is useful work, as pretrain.py logs it (mfu_causal; recomputation is no useful work). "
@@ -115,6 +118,7 @@ def _plan_rules(values: SimpleNamespace) -> list[tuple[tuple[str, ...], Problem]
     limits = {
         "params": (1, no_limit),
         "world_size": (1, no_limit),
+        "device_memory_gb": (above, no_limit),
         "mfu": (above, 1),
         "zero_stage": (0, 3),
         "storage_gbps": (above, no_limit),

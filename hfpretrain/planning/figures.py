@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_BYTES = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (1, "bytes"))
+_BYTES = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def figure_table(figures: Sequence[Figure], *, explain: bool = False) -> str:
     for figure in figures:
         value, unit = figure.value, figure.unit
         if unit == "bytes":
-            value, unit = next((value / size, name) for size, name in _BYTES if value >= size or size == 1)
+            value, unit = next(((value / size, name) for size, name in _BYTES if abs(value) >= size), (value, unit))
         elif unit == "share":
             value, unit = 100 * value, "%"
         whole = isinstance(figure.value, int) and unit == figure.unit
