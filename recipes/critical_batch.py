@@ -25,6 +25,7 @@ import yaml
 
 from hfpretrain.arguments.types import token_count
 from hfpretrain.errors import ConfigError, Problem, refuse
+from hfpretrain.planning.batch_laws import power_law_through, steps_ratio, tokens_ratio
 from hfpretrain.planning.critical_batch import (
     Reading,
     largest_harmless,
@@ -33,7 +34,6 @@ from hfpretrain.planning.critical_batch import (
     readings,
     settled_noise_scale,
 )
-from hfpretrain.planning.scaling_laws import power_law_through, steps_ratio, tokens_ratio
 from hfpretrain.training.branch import branch_point
 from hfpretrain.training.checkpoints import TRAINER_STATE, latest_checkpoint
 

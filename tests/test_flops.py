@@ -1,11 +1,19 @@
 """FLOP counts against an operation counter and published figures; device names as drivers report them."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hfpretrain.planning.flops import PEAK_FLOPS, flops_per_token, mean_attended_packed, peak_flops
+from hfpretrain.planning.flops import (
+    PEAK_FLOPS,
+    flops_per_token,
+    mean_attended,
+    mean_attended_packed,
+    peak_flops,
+    token_cost,
+)
 
 
 def test_full_convention_equals_counted_operations():
@@ -50,6 +58,42 @@ def test_mean_attended_of_packed_documents():
     for wrong in ([], [0, 0], [3, -1]):
         with pytest.raises(ValueError, match="pieces"):
             mean_attended_packed(wrong)
+
+
+@pytest.mark.parametrize(
+    ("length", "document", "window"), [(64, 23, None), (64, 23, 9), (64, 301, 20), (64, 301, None)]
+)
+def test_mean_attended_of_equal_documents(length: int, document: int, window: int | None) -> None:
+    """The closed form against a stream of documents cut into rows; 64 and the prime lengths meet at every offset."""
+    begins = document * np.arange(length)
+    cuts = np.union1d(begins, length * np.arange(document))
+    pieces = np.diff(np.append(cuts, length * document))
+    limit = length if window is None else window
+    seen = sum(min(n, limit) ** 2 / 2 + max(n - limit, 0) * limit for n in pieces)  # the integral of min(position, w)
+    expected = mean_attended(length, document_tokens=document, window=window)
+    assert seen / pieces.sum() == pytest.approx(expected, rel=2e-3)
+
+
+def test_mean_attended_at_its_limits() -> None:
+    assert mean_attended(4096) == 2048
+    assert mean_attended(4096, document_tokens=1e12) == pytest.approx(2048)
+    assert mean_attended(4096, document_tokens=512) == pytest.approx(256 - 512**2 / 6 / 4096)
+    assert mean_attended(4096, window=1024) == 1024 - 1024**2 / 2 / 4096
+    assert mean_attended(4096, window=8192) == 2048
+    assert mean_attended(4096, document_tokens=512, window=1) == pytest.approx(1, abs=2e-3)
+    assert mean_attended(4096, document_tokens=4096) == pytest.approx(4096 / 3)
+    for wrong in ({"sequence_length": 0}, {"sequence_length": 8, "document_tokens": 0}):
+        with pytest.raises(ValueError, match="must be above 0"):
+            mean_attended(**wrong)
+
+
+def test_cost_of_a_token() -> None:
+    """Two windows: 4 * width * attended each; a head of 30 weights is not computed a second time."""
+    cost = token_cost({"mlp": 50.0, "head": 30.0, "embedding": 0.0}, [(None, 8.0), (4, 2.0)], sequence_length=16)
+    assert cost.matrices == {"mlp": 100.0, "head": 60.0}
+    assert cost.attention == {None: 4 * 8 * 8, 4: 4 * 2 * (4 - 4**2 / 32)}
+    assert cost.full_attention == 4 * 10 * 16
+    assert cost.recomputed == cost.forward - 60
 
 
 @pytest.mark.parametrize(

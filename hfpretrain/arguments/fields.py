@@ -396,12 +396,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArgume
     classes = (ModelArguments, DataArguments, PretrainArguments)
     reading = read_command_line(classes, argv)
     values = SimpleNamespace(**reading.values)
-    nothing_held_out = values.validation_fraction == 0 and not values.eval_data
-    if nothing_held_out and reading.sources["eval_strategy"] == "default":
-        values.eval_strategy = "no"
-    marks = batch_ramp(values.batch_ramp) if values.batch_ramp is not None else None
-    if marks is not None and not isinstance(marks, NoiseScaleRamp) and reading.sources["batch_tokens"] == "default":
-        values.batch_tokens = marks[-1][1]
+    settle(values, reading.sources)
     rules = check_values(values, sources=reading.sources)
     refuse(reading.problems + [problem for fields, problem in rules if not reading.bad_fields.intersection(fields)])
     model_args = ModelArguments(**reading.values_of(ModelArguments, values))
@@ -414,6 +409,16 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArgume
     if reading.sources["gradient_accumulation_steps"] != "default":
         args.accumulation_asked = values.gradient_accumulation_steps
     return model_args, data_args, args
+
+
+def settle(values: SimpleNamespace, sources: dict[str, str]) -> None:
+    """Fill in the defaults that follow from other fields."""
+    nothing_held_out = values.validation_fraction == 0 and not values.eval_data
+    if nothing_held_out and sources["eval_strategy"] == "default":
+        values.eval_strategy = "no"
+    marks = batch_ramp(values.batch_ramp) if values.batch_ramp is not None else None
+    if marks is not None and not isinstance(marks, NoiseScaleRamp) and sources["batch_tokens"] == "default":
+        values.batch_tokens = marks[-1][1]
 
 
 def _refused_by_transformers(error: Exception, sources: dict[str, str]) -> Problem:

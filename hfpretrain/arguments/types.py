@@ -106,10 +106,31 @@ def batch_ramp_text(text: str) -> str:
     return text.strip()
 
 
+def count_points(text: str) -> tuple[tuple[int, int], ...]:
+    """25M:90k,100M:180k -> ((25_000_000, 90_000), ...): parameters and tokens.
+
+    Raises:
+        ValueError: another form, or a number that is not above 0.
+    """
+    pairs = [pair.split(":") for pair in text.split(",")]
+    if any(len(pair) != 2 or min(map(token_count, pair)) < 1 for pair in pairs):
+        raise ValueError("expected parameters:tokens,parameters:tokens, all above 0")
+    return tuple((token_count(x), token_count(y)) for x, y in pairs)
+
+
+def count_points_text(text: str) -> str:
+    """The text itself, once `count_points` can read it."""
+    count_points(text)
+    return text.strip()
+
+
 CONVERTERS: dict[str, Callable[[str], Any]] = {
     "batch_tokens": token_count,
     "total_tokens": token_count,
     "batch_ramp": batch_ramp_text,
+    "params": token_count,
+    "inference_tokens": token_count,
+    "noise_scale_points": count_points_text,
     "config_overrides": key_values,
     "mup_base_config": key_values,
     "mup_overrides": key_values,

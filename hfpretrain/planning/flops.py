@@ -16,11 +16,15 @@ No operations for norms, softmax, rotary embeddings, the optimizer or recomputat
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from hfpretrain.planning.figures import positive
 
 
 def flops_per_token(*, matmul_parameters: int, num_layers: int, attention_width: int, mean_attended: float) -> float:
@@ -50,6 +54,96 @@ def mean_attended_packed(piece_lengths: Sequence[int] | np.ndarray[Any, Any]) ->
     if lengths.size == 0 or lengths.min() < 0 or lengths.sum() == 0:
         raise ValueError(f"expected lengths of pieces with at least one token in all; got {piece_lengths}")
     return float((lengths**2).sum() / (2.0 * lengths.sum()))
+
+
+def mean_attended(sequence_length: float, *, document_tokens: float | None = None, window: int | None = None) -> float:
+    """Mean attended positions in rows cut from a stream of documents of one length, each seeing only itself.
+
+    Of a token at p of its document and r of its row, with both evenly spread, min(p, r, w) positions are before it and
+    in sight. Its mean is t - t^2 / 2 (1 / m + 1 / L) + t^3 / (3 m L), t = min(w, m, L): L / 2 for one endless document
+    without a window, m / 2 - m^2 / (6 L) for documents of m < L. The diagonal is not counted, as above.
+
+    Args:
+        sequence_length: L, positions of a row.
+        document_tokens: m, its begin and end tokens included; None: a document fills every row. Documents that differ
+            in length attend to more than this at the same mean: sum n^2 / (2 sum n) before they are cut.
+        window: w, positions that a token sees; None: no limit.
+    """
+    positive(sequence_length=sequence_length)
+    if document_tokens is not None:
+        positive(document_tokens=document_tokens)
+    per_document = 0.0 if document_tokens is None else 1 / document_tokens
+    per_row = 1 / sequence_length
+    t = min(sequence_length, *(limit for limit in (document_tokens, window) if limit is not None), math.inf)
+    return t - t**2 / 2 * (per_document + per_row) + t**3 / 3 * per_document * per_row
+
+
+@dataclass(frozen=True)
+class TokenCost:
+    """Forward FLOPs of one token, by what they are spent on. The backward pass costs twice as much.
+
+    Attributes:
+        matrices: role -> FLOPs of products with its weights, 2 for each active one.
+        attention: window (None: the whole document) -> FLOPs of scores and weighted sums.
+        full_attention: the same as if nothing were masked away.
+        mixing: other products of activations.
+    """
+
+    matrices: Mapping[str, float]
+    attention: Mapping[int | None, float]
+    full_attention: float
+    mixing: float = 0.0
+
+    @property
+    def weights(self) -> float:
+        """2 N: N the active weights."""
+        return math.fsum(self.matrices.values())
+
+    @property
+    def forward(self) -> float:
+        return self.weights + math.fsum(self.attention.values()) + self.mixing
+
+    @property
+    def training(self) -> float:
+        """Forward and backward: every product has two gradients, each a product of the same size."""
+        return 3 * self.forward
+
+    @property
+    def training_full_attention(self) -> float:
+        """By the full-attention convention."""
+        return 3 * (self.weights + self.full_attention + self.mixing)
+
+    @property
+    def recomputed(self) -> float:
+        """What gradient checkpointing computes a second time: the layers, not the head. 2 N of 8 N D."""
+        return self.forward - self.matrices.get("head", 0.0)
+
+
+def token_cost(
+    active: Mapping[str, float],
+    attention: Sequence[tuple[int | None, float]],
+    *,
+    sequence_length: int,
+    document_tokens: float | None = None,
+    mixing_flops: float = 0.0,
+) -> TokenCost:
+    """Forward FLOPs of a token of a model.
+
+    Args:
+        active: role -> weights that a token is multiplied with.
+        attention: (window, query heads * (key width + value width) / 2 summed over its layers) each.
+        document_tokens: as for `mean_attended`.
+    """
+    costs = {
+        window: 4.0 * width * mean_attended(sequence_length, document_tokens=document_tokens, window=window)
+        for window, width in attention
+    }
+    return TokenCost(
+        matrices={role: 2.0 * count for role, count in active.items() if count},
+        attention=costs,
+        full_attention=math.fsum(4.0 * width * sequence_length for _, width in attention),
+        mixing=mixing_flops,
+    )
 
 
 # Dense bf16 (fp32 accumulation) peak in FLOP/s by a whole word of the device's name. Data sheets of the makers; where a

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hfpretrain.errors import Problem
-from hfpretrain.planning.budget import Figure
+from hfpretrain.planning.figures import Figure
 from hfpretrain.planning.optimizer_state import KINDS, Tensor, state_bytes
 from hfpretrain.planning.placement import Held, Model, Placement, held
 

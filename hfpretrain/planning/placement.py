@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hfpretrain.errors import Problem
-from hfpretrain.planning.budget import BYTES_PER_VALUE
 from hfpretrain.planning.optimizer_state import Tensor, state_bytes
+from hfpretrain.planning.storage import BYTES_PER_VALUE
 
 _ALLREDUCE_VALUES = 500_000_000  # engine.py, buffered_allreduce_fallback
 
