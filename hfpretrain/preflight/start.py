@@ -1,0 +1,242 @@
+"""Everything about a run that can be judged before its text is read and its weights are made, in one list."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from transformers import PreTrainedConfig
+from transformers.integrations.integration_utils import get_available_reporting_integrations
+
+from hfpretrain.arguments import DataArguments, ModelArguments, Parsed, PretrainArguments, parse_leniently
+from hfpretrain.arguments.rules import check_length, check_values
+from hfpretrain.attention import register_torch_varlen
+from hfpretrain.data.tokenizer import tokenizer_beforehand
+from hfpretrain.deepspeed_checks import check_deepspeed
+from hfpretrain.errors import ConfigError, Problem
+from hfpretrain.launch_checks import check_launch, deepspeed_config, deepspeed_source
+from hfpretrain.model import load_config, parameter_count
+from hfpretrain.preflight.folders import check_disk, check_other_run, check_writable
+from hfpretrain.preflight.machine import Device, describe_launch, speed_notes, version_notes
+from hfpretrain.preflight.model import build_on_meta, check_model, mup_spec
+from hfpretrain.preflight.text import check_eval_data, check_sources
+from hfpretrain.training.checkpoints import resume_point
+from hfpretrain.training.optimizer import check_mup_optimizer, check_optimizer
+from hfpretrain.training.run_length import RunLength, derive, source_of
+from hfpretrain.verdicts import Verdicts
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a launch goes on with: the arguments, what follows from them, and the list to which later checks add.
+
+    Attributes:
+        checkpoint: the folder to continue from; None for a new run.
+    """
+
+    model_args: ModelArguments
+    data_args: DataArguments
+    args: PretrainArguments
+    run: RunLength
+    checkpoint: Path | None
+    verdicts: Verdicts
+
+
+def begin(argv: Sequence[str] | None = None) -> Start:
+    """Read the command line and judge everything that needs neither text nor weights.
+
+    Collective, once there is a process group: all ranks stop with the same list.
+
+    Raises:
+        ConfigError: every problem of every rank.
+        SystemExit: after `--help`.
+    """
+    parsed = parse_leniently(argv)
+    verdicts = Verdicts(sources=parsed.args.sources, doubtful=parsed.doubtful)
+    if parsed.args.preflight_only and parsed.args.output_dir is not None:
+        verdicts.json_path = Path(parsed.args.output_dir) / "preflight.json"
+    if not verdicts.problem("arguments", parsed.problems):
+        verdicts.ok("arguments", _describe_sources(parsed.args))
+    run, checkpoint = check_start(parsed, verdicts)
+    verdicts.refuse()
+    assert run is not None  # else there was a problem
+    return Start(parsed.model_args, parsed.data_args, parsed.args, run, checkpoint, verdicts)
+
+
+def check_start(parsed: Parsed, verdicts: Verdicts) -> tuple[RunLength | None, Path | None]:
+    """(length of the run, checkpoint to continue from), each None where it is none or cannot be known; never raises.
+
+    One check after another, whatever the earlier ones found: only what hangs on a value that could not be read is left
+    out, and says so.
+    """
+    model_args, data_args, args = parsed.model_args, parsed.data_args, parsed.args
+    _launch(args, verdicts)
+    run = _length(data_args, args, verdicts)
+    with verdicts.timed("data"):
+        verdicts.problem("data", check_eval_data(data_args, args))
+        verdicts.problem("data", check_sources(data_args, args))
+    config = _model(model_args, data_args, args, verdicts)
+    checkpoint = _folders(model_args, data_args, args, verdicts)
+    if config is not None:
+        _sizes(config, model_args, data_args, args, run, verdicts)
+    _machine(args, verdicts)
+    return run, checkpoint
+
+
+def check_arguments(model_args: ModelArguments, data_args: DataArguments, args: PretrainArguments) -> list[Problem]:
+    """The rules that `parse` applies, for dataclasses that were built by hand."""
+    values = SimpleNamespace(**{**vars(model_args), **vars(data_args), **vars(args)})
+    return [problem for _, problem in check_values(values, sources=args.sources)]
+
+
+def _describe_sources(args: PretrainArguments) -> str:
+    counts: dict[str, int] = {}
+    for source in args.sources.values():
+        if source != "default":
+            counts[source] = counts.get(source, 0) + 1
+    return "; ".join(f"{count} from {source}" for source, count in counts.items())
+
+
+def _launch(args: PretrainArguments, verdicts: Verdicts) -> None:
+    with verdicts.timed("launch"):
+        config = deepspeed_config(args)
+        problems = check_launch(args) + check_deepspeed(config, args, source=deepspeed_source(args))
+        if not verdicts.problem("launch", problems):
+            verdicts.ok("launch", describe_launch(args, config))
+
+
+def _length(data_args: DataArguments, args: PretrainArguments, verdicts: Verdicts) -> RunLength | None:
+    if not verdicts.needs("plan", "batch_tokens", "sequence_length", "total_tokens", "max_steps", "batch_ramp"):
+        return None
+    run = verdicts.attempt("plan", derive, args, data_args, world_size=args.world_size)
+    if run is not None:
+        verdicts.ok("plan", str(run))
+        return run
+    values = SimpleNamespace(**{**vars(data_args), **vars(args)})
+    rest = args.batch_tokens % max(data_args.sequence_length, 1)
+    if rest and args.batch_tokens > rest and check_length(values, sources=args.sources):
+        # What else is wrong, were the batch the nearest one that fits.
+        nearest = copy.copy(args)
+        nearest.batch_tokens -= rest
+        verdicts.attempt("plan", derive, nearest, data_args, world_size=args.world_size)
+    return None
+
+
+def _model(
+    model_args: ModelArguments, data_args: DataArguments, args: PretrainArguments, verdicts: Verdicts
+) -> PreTrainedConfig | None:
+    """The configuration, as far as it can be known before a tokenizer is trained."""
+    name = model_args.tokenizer_name or model_args.model_name_or_path or model_args.config_name
+    sources = [model_args.model_type, model_args.config_name, model_args.model_name_or_path]
+    named = ("model_type", "config_name", "model_name_or_path", "tokenizer_name", "config_overrides", "cache_dir")
+    if not name or sum(map(bool, sources)) != 1 or not verdicts.needs("model", *named):
+        return None  # no model or no tokenizer is named, which `arguments` says
+    with verdicts.timed("model"):
+        tokenizer = _from_hub(args, "tokenizer_name", tokenizer_beforehand, name, cache_dir=Path(data_args.cache_dir))
+        config = _from_hub(
+            args,
+            "model_name_or_path" if model_args.model_name_or_path else "config_name",
+            load_config,
+            model_type=model_args.model_type,
+            config_name=model_args.config_name,
+            config_overrides=model_args.config_overrides,
+            model_name_or_path=model_args.model_name_or_path,
+            tokenizer=tokenizer,
+        )
+        if verdicts.needs("model", "sequence_length"):
+            verdicts.problem("model", check_model(config, tokenizer, data_args, args))
+        if model_args.mup_base_width is not None or model_args.mup_base_config:
+            verdicts.problem("muP", check_mup_optimizer(args))
+            if verdicts.problems and not check_mup_optimizer(args):  # else it is made once, with the tokenizer itself
+                verdicts.attempt("muP", mup_spec, config, model_args, args, tokenizer=tokenizer)
+        return config
+    return None
+
+
+def _from_hub(args: PretrainArguments, field: str, load: Callable[..., T], *words: Any, **kwargs: Any) -> T:
+    """Load a tokenizer or a configuration; what transformers raises for one that is not there becomes a problem."""
+    try:
+        return load(*words, **kwargs)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        given = next((str(word) for word in (*words, kwargs.get(field)) if word), field)
+        remedy = "a folder that is here or a name on the hub; with HF_HUB_OFFLINE only what was downloaded before"
+        raise ConfigError(
+            [Problem(f"it cannot be loaded: {lines[0]}", given, source_of(args, field), remedy)]
+        ) from error
+
+
+def _folders(
+    model_args: ModelArguments, data_args: DataArguments, args: PretrainArguments, verdicts: Verdicts
+) -> Path | None:
+    if args.output_dir is None or not verdicts.needs("output_dir", "output_dir", "cache_dir", "resume_from_checkpoint"):
+        return None
+    checkpoint = verdicts.attempt("output_dir", resume_point, args.resume_from_checkpoint, str(args.output_dir))
+    with verdicts.timed("output_dir"):
+        problems = check_writable(data_args, args)
+        other, found = check_other_run(model_args, data_args, args)
+        goes_on = f"goes on from {checkpoint}" if checkpoint else "a new run"
+        if not verdicts.problem("output_dir", problems + other):
+            verdicts.ok("output_dir", f"{args.output_dir}: {goes_on}; {found}")
+    return checkpoint
+
+
+def _sizes(
+    config: PreTrainedConfig,
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: PretrainArguments,
+    run: RunLength | None,
+    verdicts: Verdicts,
+) -> None:
+    """What follows from the size of the model: can it be built, is there memory and disk for it."""
+    register_torch_varlen()
+    attention = model_args.attn_implementation
+    model = verdicts.attempt("model", build_on_meta, config, attn_implementation=attention)
+    if model is None:
+        return
+    with verdicts.timed("optimizer"):
+        verdicts.problem("optimizer", check_optimizer(args))
+    if run is None or args.output_dir is None:
+        return
+    with verdicts.timed("disk"):
+        deepspeed = deepspeed_config(args)
+        stage = None if deepspeed is None else deepspeed.get("zero_optimization", {}).get("stage", 0)
+        if stage not in (None, 0, 1, 2, 3):
+            return  # which `launch` says
+        problems, found, tight = check_disk(args, run, parameters=parameter_count(model), zero_stage=stage)
+        if not verdicts.problem("disk", problems):
+            (verdicts.note if tight else verdicts.ok)("disk", found)
+
+
+def _machine(args: PretrainArguments, verdicts: Verdicts) -> None:
+    with verdicts.timed("trackers"):
+        verdicts.problem("trackers", check_trackers(args))
+    with verdicts.timed("speed"):
+        notes = speed_notes(args, Device.of(args.device))
+        for what, remedy in notes:
+            verdicts.note("speed", what, remedy=remedy)
+    with verdicts.timed("versions"):
+        versions = version_notes()
+        if versions:
+            remedy = "pip install -c constraints.txt, or trust your own tests"
+            verdicts.note("versions", f"not the tested set: {', '.join(versions)}", remedy=remedy)
+        else:
+            verdicts.ok("versions", "the tested set of constraints.txt")
+
+
+def check_trackers(args: PretrainArguments) -> list[Problem]:
+    """Trackers that are unknown or not installed; the Trainer would say so after the text was tokenised."""
+    wanted = [name for name in args.report_to if name not in ("none", "all")]
+    missing = [name for name in wanted if name not in get_available_reporting_integrations()]
+    what = "this tracker is not installed, or none that transformers knows"
+    remedy = "install it, or report_to: none"
+    return [Problem(what, name, source_of(args, "report_to"), remedy) for name in missing]
