@@ -23,6 +23,7 @@ from hfpretrain.errors import ConfigError, Problem, Verdict
 T = TypeVar("T")
 
 WIDTH = 120  # columns
+WORK = "tokens"  # the name under which what is no check is timed: tokenising
 _INDENT = " " * 21
 
 
@@ -61,8 +62,9 @@ class Verdicts:
         """Those of this rank so far."""
         return list(self._problems)
 
-    def ok(self, check: str, why: str) -> None:
-        self._add(Verdict(check, "ok", why))
+    def ok(self, check: str, why: str, *, aloud: bool = True) -> None:
+        """Args: aloud: print it; the list has it in any case."""
+        self._add(Verdict(check, "ok", why), aloud=aloud)
 
     def note(self, check: str, why: str, *, value: str = "", source: str = "", remedy: str = "") -> None:
         self._add(Verdict(check, "note", why, value, source, remedy))
@@ -133,15 +135,17 @@ class Verdicts:
             self.json_path.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        """One line: how many of each kind, and the time."""
+        """One line: how many of each kind, and the time, but for what a run has to do anyway (`WORK`)."""
         notes = sum(verdict.verdict == "note" for verdict in self.found)
         problems = f"{len(self._problems)} problem(s)" if self._problems else "nothing contradicts"
-        return f"{problems}; {len(self.found)} verdicts, {notes} of them notes, {sum(self.seconds.values()):.1f} s"
+        checking = sum(seconds for check, seconds in self.seconds.items() if check != WORK)
+        return f"{problems}; {len(self.found)} verdicts, {notes} of them notes, {checking:.1f} s"
 
-    def _add(self, verdict: Verdict) -> None:
+    def _add(self, verdict: Verdict, *, aloud: bool = True) -> None:
         if verdict not in self.found:
             self.found.append(verdict)
-            self._say(line_of(verdict))
+            if aloud:
+                self._say(line_of(verdict))
 
 
 def line_of(verdict: Verdict) -> str:

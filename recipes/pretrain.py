@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     sample = iter_texts(data_args.dataset, text_column=column, validation_fraction=fraction, max_bytes=2**25)
     workers = data_args.preprocessing_num_workers
     tokenised = partial(load_documents, text_column=column, cache_dir=cache_dir, num_proc=workers)
-    with verdicts.timed("data"), reading(data_args.dataset, args):
+    with verdicts.timed("tokens"), reading(data_args.dataset, args):
         tokenizer = load_tokenizer(name, texts=sample, cache_dir=cache_dir)
         train, held_out, report = tokenised(data_args.dataset, tokenizer, validation_fraction=fraction)
         sets = data_args.eval_sources.items()

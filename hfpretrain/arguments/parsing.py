@@ -22,6 +22,7 @@ class Parsed:
     Attributes:
         problems: unknown keys, values that cannot be read, contradictions; each with its source.
         doubtful: fields that hold their default because their own value could not be read: not to be judged.
+        contradicted: fields that the contradictions are about: said once, not to be judged in other words again.
     """
 
     model_args: ModelArguments
@@ -29,6 +30,7 @@ class Parsed:
     args: PretrainArguments
     problems: list[Problem]
     doubtful: frozenset[str]
+    contradicted: frozenset[str] = frozenset()
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArguments, PretrainArguments]:
@@ -41,9 +43,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArgume
         ConfigError: with every unknown key, wrong type and contradiction at once, each with its source and remedy.
         SystemExit: after `--help` or `--help_all` only.
     """
-    reading, values, problems = _read(argv)
-    refuse(problems)  # before TrainingArguments is built, which makes a process group
-    parsed = _build(reading, values, problems)
+    read = _read(argv)
+    refuse(read.problems)  # before TrainingArguments is built, which makes a process group
+    parsed = _build(read)
     refuse(parsed.problems)
     return parsed.model_args, parsed.data_args, parsed.args
 
@@ -55,10 +57,18 @@ def parse_leniently(argv: Sequence[str] | None = None) -> Parsed:
         ConfigError: transformers refuses to build its arguments whatever is left out.
         SystemExit: after `--help` or `--help_all` only.
     """
-    return _build(*_read(argv))
+    return _build(_read(argv))
 
 
-def _read(argv: Sequence[str] | None) -> tuple[Reading, SimpleNamespace, list[Problem]]:
+@dataclass(frozen=True)
+class _Read:
+    reading: Reading
+    values: SimpleNamespace
+    problems: list[Problem]
+    contradicted: frozenset[str]
+
+
+def _read(argv: Sequence[str] | None) -> _Read:
     argv = list(sys.argv[1:] if argv is None else argv)
     reading = read_command_line((ModelArguments, DataArguments, PretrainArguments), argv)
     values = SimpleNamespace(**reading.values)
@@ -69,13 +79,15 @@ def _read(argv: Sequence[str] | None) -> tuple[Reading, SimpleNamespace, list[Pr
     if marks is not None and not isinstance(marks, NoiseScaleRamp) and reading.sources["batch_tokens"] == "default":
         values.batch_tokens = marks[-1][1]
     rules = check_values(values, sources=reading.sources)
-    judged = [problem for fields, problem in rules if not reading.bad_fields.intersection(fields)]
-    return reading, values, reading.problems + judged
+    judged = [(fields, problem) for fields, problem in rules if not reading.bad_fields.intersection(fields)]
+    contradicted = frozenset(name for fields, _ in judged for name in fields)
+    return _Read(reading, values, reading.problems + [problem for _, problem in judged], contradicted)
 
 
-def _build(reading: Reading, values: SimpleNamespace, problems: list[Problem]) -> Parsed:
+def _build(read: _Read) -> Parsed:
     """Fields that transformers refuses are noted, set to their default and tried without."""
-    problems, doubtful = list(problems), set(reading.bad_fields)
+    reading, values = read.reading, read.values
+    problems, doubtful = list(read.problems), set(reading.bad_fields)
     given = reading.values_of(PretrainArguments, values)
     while True:
         try:
@@ -97,6 +109,7 @@ def _build(reading: Reading, values: SimpleNamespace, problems: list[Problem]) -
         args,
         problems,
         frozenset(doubtful),
+        read.contradicted,
     )
 
 

@@ -78,12 +78,12 @@ def check_disk(
     final = weight_bytes(parameters, "float32")
     needed = max(kept * each - there, 0) + final
     sizes = f"{kept} checkpoint(s) of {_size(each)} at a time and the model, {_size(final)}"
-    found = f"{sizes}: {_size(needed)} of {_size(free)} free in {existing_parent(folder)}"
+    found = f"{sizes}: {_size(needed)} of {_size(free)} free"
     if needed <= free:
         return [], found, needed > _TIGHT * free
     what = "the disk will be full before the run ends"
     remedy = "a smaller save_total_limit, fewer save_steps, or another file system"
-    return [Problem(what, found, source_of(args, "output_dir"), remedy)], found, True
+    return [Problem(what, found, "output_dir", remedy)], found, True
 
 
 def check_other_run(
@@ -98,7 +98,7 @@ def check_other_run(
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         then = {**record["arguments"]["model"], **record["arguments"]["data"]}
         then |= {name: record["arguments"]["training"].get(name) for name in SEEDS}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return [], "no run there yet"
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"run.json there cannot be read: {type(error).__name__}: {error}"

@@ -52,7 +52,8 @@ def _special_id_problems(text: Any, tokenizer: Any, args: PretrainArguments) -> 
     for name in SPECIAL_IDS:
         ids = getattr(text, name, None)
         for number in ids if isinstance(ids, list) else [ids]:
-            if number is not None and not 0 <= number < text.vocab_size:
+            own = number == getattr(tokenizer, name, None)  # of which its size says enough
+            if number is not None and not own and not 0 <= number < text.vocab_size:
                 what = f"the model's {name} is no row of its embedding of {text.vocab_size:_}"
                 remedy = f"leave {name} out of config_overrides, the tokenizer's own is put there; or another tokenizer"
                 problems.append(Problem(what, f"{name}={number}", source_of(args, "config_overrides"), remedy))

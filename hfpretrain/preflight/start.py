@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from hfpretrain.arguments import DataArguments, ModelArguments, Parsed, PretrainArguments, parse_leniently
-from hfpretrain.arguments.rules import check_length, check_values
+from hfpretrain.arguments.rules import check_values
 from hfpretrain.attention import register_torch_varlen
 from hfpretrain.data.tokenizer import tokenizer_beforehand
 from hfpretrain.deepspeed_checks import check_deepspeed
@@ -30,6 +31,10 @@ from hfpretrain.training.run_length import RunLength, derive, source_of
 from hfpretrain.verdicts import Verdicts
 
 T = TypeVar("T")
+SCHEDULE_FIELDS = (
+    *("lr_scheduler_type", "warmup_steps", "warmup_fraction", "decay_steps", "decay_fraction", "decay_shape"),
+    "min_lr_ratio",
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ def begin(argv: Sequence[str] | None = None) -> Start:
     if parsed.args.preflight_only and parsed.args.output_dir is not None:
         verdicts.json_path = Path(parsed.args.output_dir) / "preflight.json"
     if not verdicts.problem("arguments", parsed.problems):
-        verdicts.ok("arguments", _describe_sources(parsed.args))
+        verdicts.ok("arguments", _describe_sources(parsed.args), aloud=False)
     run, checkpoint = check_start(parsed, verdicts)
     verdicts.refuse()
     assert run is not None  # else there was a problem
@@ -77,12 +82,12 @@ def check_start(parsed: Parsed, verdicts: Verdicts) -> tuple[RunLength | None, P
     """
     model_args, data_args, args = parsed.model_args, parsed.data_args, parsed.args
     _launch(args, verdicts)
-    run = _length(data_args, args, verdicts)
+    run = _length(parsed, verdicts)
     with verdicts.timed("data"):
         verdicts.problem("data", check_eval_data(data_args, args))
         verdicts.problem("data", check_sources(data_args, args))
-    config = _model(model_args, data_args, args, verdicts)
-    checkpoint = _folders(model_args, data_args, args, verdicts)
+    config = _model(parsed, verdicts)
+    checkpoint = _folders(parsed, verdicts)
     if config is not None:
         _sizes(config, model_args, data_args, args, run, verdicts)
     _machine(args, verdicts)
@@ -111,27 +116,39 @@ def _launch(args: PretrainArguments, verdicts: Verdicts) -> None:
             verdicts.ok("launch", describe_launch(args, config))
 
 
-def _length(data_args: DataArguments, args: PretrainArguments, verdicts: Verdicts) -> RunLength | None:
+def _length(parsed: Parsed, verdicts: Verdicts) -> RunLength | None:
     if not verdicts.needs("plan", "batch_tokens", "sequence_length", "total_tokens", "max_steps", "batch_ramp"):
         return None
-    run = verdicts.attempt("plan", derive, args, data_args, world_size=args.world_size)
-    if run is not None:
+    args = _without_contradictions(parsed)
+    run = verdicts.attempt("plan", derive, args, parsed.data_args, world_size=args.world_size)
+    if run is not None and args is parsed.args:
         verdicts.ok("plan", str(run))
-        return run
-    values = SimpleNamespace(**{**vars(data_args), **vars(args)})
-    rest = args.batch_tokens % max(data_args.sequence_length, 1)
-    if rest and args.batch_tokens > rest and check_length(values, sources=args.sources):
-        # What else is wrong, were the batch the nearest one that fits.
-        nearest = copy.copy(args)
-        nearest.batch_tokens -= rest
-        verdicts.attempt("plan", derive, nearest, data_args, world_size=args.world_size)
-    return None
+    return run
 
 
-def _model(
-    model_args: ModelArguments, data_args: DataArguments, args: PretrainArguments, verdicts: Verdicts
-) -> PreTrainedConfig | None:
+def _without_contradictions(parsed: Parsed) -> PretrainArguments:
+    """The arguments, but where they contradict about batch and schedule: what else would be wrong without that?
+
+    A schedule that contradicts itself is the default one then, and a batch that is no whole number of rows the nearest
+    smaller one that is.
+    """
+    schedule = parsed.contradicted & set(SCHEDULE_FIELDS)
+    rest = parsed.args.batch_tokens % max(parsed.data_args.sequence_length, 1)
+    if not schedule and not (rest and "batch_tokens" in parsed.contradicted):
+        return parsed.args
+    args = copy.copy(parsed.args)
+    if args.batch_tokens > rest:
+        args.batch_tokens -= rest
+    defaults = {field.name: field.default for field in dataclasses.fields(PretrainArguments)}
+    args.sources = args.sources | dict.fromkeys(schedule, "default")
+    for name in schedule:
+        setattr(args, name, defaults[name])
+    return args
+
+
+def _model(parsed: Parsed, verdicts: Verdicts) -> PreTrainedConfig | None:
     """The configuration, as far as it can be known before a tokenizer is trained."""
+    model_args, data_args, args = parsed.model_args, parsed.data_args, parsed.args
     name = model_args.tokenizer_name or model_args.model_name_or_path or model_args.config_name
     sources = [model_args.model_type, model_args.config_name, model_args.model_name_or_path]
     named = ("model_type", "config_name", "model_name_or_path", "tokenizer_name", "config_overrides", "cache_dir")
@@ -151,7 +168,8 @@ def _model(
         )
         if verdicts.needs("model", "sequence_length"):
             verdicts.problem("model", check_model(config, tokenizer, data_args, args))
-        if model_args.mup_base_width is not None or model_args.mup_base_config:
+        mup = model_args.mup_base_width is not None or model_args.mup_base_config
+        if mup and not parsed.contradicted & {"mup_base_width", "mup_base_config", "mup_overrides"}:
             verdicts.problem("muP", check_mup_optimizer(args))
             if verdicts.problems and not check_mup_optimizer(args):  # else it is made once, with the tokenizer itself
                 verdicts.attempt("muP", mup_spec, config, model_args, args, tokenizer=tokenizer)
@@ -174,12 +192,13 @@ def _from_hub(args: PretrainArguments, field: str, load: Callable[..., T], *word
         ) from error
 
 
-def _folders(
-    model_args: ModelArguments, data_args: DataArguments, args: PretrainArguments, verdicts: Verdicts
-) -> Path | None:
+def _folders(parsed: Parsed, verdicts: Verdicts) -> Path | None:
+    model_args, data_args, args = parsed.model_args, parsed.data_args, parsed.args
     if args.output_dir is None or not verdicts.needs("output_dir", "output_dir", "cache_dir", "resume_from_checkpoint"):
         return None
-    checkpoint = verdicts.attempt("output_dir", resume_point, args.resume_from_checkpoint, str(args.output_dir))
+    checkpoint = None
+    if "resume_from_checkpoint" not in parsed.contradicted:
+        checkpoint = verdicts.attempt("output_dir", resume_point, args.resume_from_checkpoint, str(args.output_dir))
     with verdicts.timed("output_dir"):
         problems = check_writable(data_args, args)
         other, found = check_other_run(model_args, data_args, args)
@@ -230,7 +249,7 @@ def _machine(args: PretrainArguments, verdicts: Verdicts) -> None:
             remedy = "pip install -c constraints.txt, or trust your own tests"
             verdicts.note("versions", f"not the tested set: {', '.join(versions)}", remedy=remedy)
         else:
-            verdicts.ok("versions", "the tested set of constraints.txt")
+            verdicts.ok("versions", "the tested set of constraints.txt", aloud=False)
 
 
 def check_trackers(args: PretrainArguments) -> list[Problem]:

@@ -110,7 +110,7 @@ def judge_text(
     Raises:
         ConfigError: there is not even one row, so that nothing else about the run can be judged.
     """
-    verdicts.ok("data", str(report))
+    verdicts.ok("data", _describe(report))
     verdicts.problem(
         "data",
         check_amount(
@@ -130,6 +130,14 @@ def judge_text(
         verdicts.refuse()
     for line in _overlap_notes(train, named):
         verdicts.note("data", line)
+
+
+def _describe(report: DataReport) -> str:
+    trained = f"{report.train_documents:,} documents, {report.train_tokens:,} tokens, {report.train_bytes:,} bytes"
+    held_out = f"{report.validation_documents:,}, {report.validation_tokens:,}, {report.validation_bytes:,}"
+    left_out = f"{report.dropped_empty:,} empty, {report.undecodable_files:,} not UTF-8"
+    cached = "found in the cache" if report.cache_hit else "put into the cache"
+    return f"{trained} to train on; {held_out} held out; left out {left_out}; {cached}"
 
 
 def check_amount(

@@ -33,6 +33,7 @@ from hfpretrain.model import name_template, true_shape
 from hfpretrain.mup.rules import Multipliers
 from hfpretrain.mup.spec import MupSpec
 
+_WIDTH = 118  # columns of the table of groups; further examples are cut
 GROUPS = ("matrices", "embeddings", "vectors", "state")  # the first is the one whose learning rate is logged
 # Those with AdamW's update, g / (sqrt(v) + eps) and a decoupled decay, however they store their state.
 ADAMW = (
@@ -138,10 +139,11 @@ def describe_groups(groups: Sequence[dict[str, Any]], model: nn.Module) -> str:
             row += [f"{group['lr']:.4g}", f"{group['lr_multiplier']:.4g}", f"{group['eps']:.3g}"]
         rows.append([*row, ", ".join(name for name, _ in templates.most_common(3))])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    lines = [
-        "  ".join([f"{row[0]:<{widths[0]}}", *(f"{row[i]:>{widths[i]}}" for i in range(1, len(widths))), row[-1]])
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = [f"{row[0]:<{widths[0]}}", *(f"{row[i]:>{widths[i]}}" for i in range(1, len(widths)))]
+        line = "  ".join([*cells, row[-1]])
+        lines.append(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 4]} ...")
     roles, by_initialisation = parameter_roles(model)
     shapes = {name: true_shape(parameter) for name, parameter in model.named_parameters()}
     doubtful = sorted({(name_template(name), shapes[name], roles[name]) for name in by_initialisation})
