@@ -1,6 +1,6 @@
 """The list before the first step: what was checked, what was found, how long that took; and one refusal for all of it.
 
-Each verdict is printed as it is found, because what comes before it may take hours (tokenising) or fail. Problems are
+What is right or worth a note is printed as it is found, because what follows may take hours (tokenising). Problems are
 collected and refused together, by all ranks with the same list.
 """
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 WIDTH = 120  # columns
 WORK = "tokens"  # the name under which what is no check is timed: tokenising
-_INDENT = " " * 21
+_INDENT = " " * 18
 
 
 class Verdicts:
@@ -63,7 +63,7 @@ class Verdicts:
         return list(self._problems)
 
     def ok(self, check: str, why: str, *, aloud: bool = True) -> None:
-        """Args: aloud: print it; the list has it in any case."""
+        """Nothing to do about this; `aloud` prints it, the list has it in any case."""
         self._add(Verdict(check, "ok", why), aloud=aloud)
 
     def note(self, check: str, why: str, *, value: str = "", source: str = "", remedy: str = "") -> None:
@@ -77,7 +77,8 @@ class Verdicts:
             named = problem if where == "default" else replace(problem, source=f"{problem.source} from {where}")
             if named not in self._problems:
                 self._problems.append(named)
-                self._add(Verdict(check, "problem", named.what, named.given, named.source, named.remedy))
+                verdict = Verdict(check, "problem", named.what, named.given, named.source, named.remedy)
+                self._add(verdict, aloud=False)  # the refusal says it, once
         return bool(problems)
 
     @contextmanager
@@ -116,6 +117,11 @@ class Verdicts:
         """
         problems = over_ranks(self._problems)
         if problems:
+            known = {(problem.what, problem.given) for problem in self._problems}
+            for other in problems:
+                if (other.what, other.given) not in known:
+                    verdict = Verdict("ranks", "problem", other.what, other.given, other.source, other.remedy)
+                    self._add(verdict, aloud=False)
             self.write()
             error = ConfigError(problems)
             error.agreed = True
@@ -151,10 +157,8 @@ class Verdicts:
 def line_of(verdict: Verdict) -> str:
     """A verdict as it is printed: wrapped at `WIDTH` columns; the further lines of a table as they are."""
     first, *table = verdict.why.splitlines() or [""]
-    given = f" ({verdict.value}; {verdict.source})" if verdict.verdict == "problem" else ""
-    remedy = f": {verdict.remedy}" if verdict.verdict == "note" and verdict.remedy else ""
-    word = verdict.verdict.upper() if verdict.verdict == "problem" else verdict.verdict
-    head = f"{word:<8} {verdict.check:<11} {first}{given}{remedy}"
+    remedy = f": {verdict.remedy}" if verdict.remedy else ""
+    head = f"{verdict.verdict:<5} {verdict.check:<11} {first}{remedy}"
     wrapped = textwrap.fill(head, WIDTH, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False)
     return "\n".join([wrapped, *(f"  {line}" for line in table)])
 

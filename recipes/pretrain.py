@@ -60,13 +60,14 @@ def main(argv: list[str] | None = None) -> None:
     with verdicts.timed("tokens"), reading(data_args.dataset, args):
         tokenizer = load_tokenizer(name, texts=sample, cache_dir=cache_dir)
         train, held_out, report = tokenised(data_args.dataset, tokenizer, validation_fraction=fraction)
-        sets = data_args.eval_sources.items()
-        named = {key: tokenised([source], tokenizer, validation_fraction=0.0)[0] for key, source in sets}
+        named = {
+            key: tokenised([source], tokenizer, validation_fraction=0.0)[0]
+            for key, source in data_args.eval_sources.items()
+        }
     verdicts.refuse()
     pack = {"concat": pack_concat, "best_fit": pack_best_fit, "single": pack_single}[data_args.packing]
     index = pack(train.lengths, data_args.sequence_length)
-    found = {"train": train, "held_out": held_out, "named": named, "index": index}
-    judge_text(verdicts, report, **found, run=run, data_args=data_args, args=args)
+    judge_text(verdicts, report, (train, held_out, named), index, run=run, data_args=data_args, args=args)
 
     # 3. Configuration -> model, the same initial weights on any number of devices.
     config = load_config(
@@ -111,15 +112,12 @@ def main(argv: list[str] | None = None) -> None:
     sets = {"": held_out} | named
     windows = {key: evaluation_windows(text, run.sequence_length) for key, text in sets.items() if len(text)}
 
-    def record() -> None:
-        """run.json, once nothing contradicts."""
-        folder = output_dir.resolve()
-        parent = str(checkpoint) if checkpoint and checkpoint.parent.resolve() != folder else None
-        facts = {"plan": run.as_dict(), "mup": mup and mup.as_dict(), "preflight": verdicts.as_dict()}
-        facts |= {"data_fingerprint": report.fingerprint, "model_parameters": flops.parameters, "parent": parent}
-        facts |= {"start_id": train.start_id, "end_id": train.end_id}
-        write_run_json(output_dir, model_args=model_args, data_args=data_args, args=args, **facts)
-
+    parent = checkpoint.parent.resolve() if checkpoint else output_dir.resolve()
+    record = partial(write_run_json, output_dir, model_args=model_args, data_args=data_args, args=args)
+    record = partial(record, start_id=train.start_id, end_id=train.end_id, verdicts=verdicts)
+    record = partial(record, parent=str(checkpoint) if parent != output_dir.resolve() else None)
+    record = partial(record, plan=run.as_dict(), mup=None if mup is None else mup.as_dict())
+    record = partial(record, data_fingerprint=report.fingerprint, model_parameters=flops.parameters)
     trainer = PretrainTrainer(
         model,
         args,

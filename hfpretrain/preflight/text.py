@@ -93,11 +93,9 @@ def check_eval_data(data_args: DataArguments, args: PretrainArguments) -> list[P
 def judge_text(
     verdicts: Verdicts,
     report: DataReport,
-    *,
-    train: Documents,
-    held_out: Documents,
-    named: Mapping[str, Documents],
+    texts: tuple[Documents, Documents, Mapping[str, Documents]],
     index: PackedIndex,
+    *,
     run: RunLength,
     data_args: DataArguments,
     args: PretrainArguments,
@@ -105,11 +103,12 @@ def judge_text(
     """What was tokenised and packed: is it enough, how often is it repeated, is held-out text trained on?
 
     Args:
-        named: the sets of `eval_data`, looked for in the training documents.
+        texts: the training documents, those held out of them, and the sets of `eval_data` by name.
 
     Raises:
         ConfigError: there is not even one row, so that nothing else about the run can be judged.
     """
+    train, held_out, named = texts
     verdicts.ok("data", _describe(report))
     verdicts.problem(
         "data",
