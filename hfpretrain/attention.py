@@ -95,7 +95,8 @@ def torch_varlen_attention(
         longest = length if cu_seq_lens_q is None or max_length_q is None else int(max_length_q)
         out = _kernel(q, k, v, bounds, longest, how)
     else:
-        sizes = bounds.diff().tolist()  # split, not slices: the backward of each slice would fill a whole tensor
+        sizes = [length] * rows if cu_seq_lens_q is None else bounds.diff().tolist()
+        # split, not slices: the backward of each slice would fill a whole tensor
         parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
         out = torch.cat([_document(*part, how) for part in parts if len(part[0])])
     return out.unflatten(0, (rows, length)), None

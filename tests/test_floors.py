@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "hfpretrain"
 # The only modules that join rooms.
-MIDDLE = {"training", "preflight", "launch_checks", "verdicts"}
+MIDDLE = {"training", "preflight", "launch_checks", "verdicts", "memory_estimate"}
 # What a room may use of the others; a room that is not listed may use none. Everybody may use `errors`. `bpb` stands
 # between: it joins two rooms, and training uses it.
 ALLOWED = {
@@ -21,6 +21,7 @@ PURE = [
     *("bpb.windows", "bpb.compare", "bpb.coders", "data.packing", "data.order", "errors", "mup.rules"),
     *("training.schedule", "training.batch_ramp", "training.adaptive_ramp", "training.noise_estimate"),
     *("planning.flops", "planning.budget", "planning.scaling_laws", "planning.critical_batch"),
+    *("planning.memory", "planning.placement", "planning.optimizer_state"),
 ]
 
 

@@ -23,6 +23,7 @@ from hfpretrain.launch_checks import check_launch, deepspeed_config, deepspeed_s
 from hfpretrain.model import load_config, parameter_count
 from hfpretrain.preflight.folders import check_disk, check_other_run, check_writable
 from hfpretrain.preflight.machine import Device, describe_launch, speed_notes, version_notes
+from hfpretrain.preflight.memory import judge_memory
 from hfpretrain.preflight.model import build_on_meta, check_model, mup_spec
 from hfpretrain.preflight.text import check_eval_data, check_sources
 from hfpretrain.training.checkpoints import resume_point
@@ -224,6 +225,9 @@ def _sizes(
         return
     with verdicts.timed("optimizer"):
         verdicts.problem("optimizer", check_optimizer(args))
+    with verdicts.timed("memory"):
+        if verdicts.needs("memory", "sequence_length", "per_device_train_batch_size"):
+            judge_memory(verdicts, config, model_args, data_args, args)
     if run is None or args.output_dir is None:
         return
     with verdicts.timed("disk"):

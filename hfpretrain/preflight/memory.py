@@ -1,0 +1,103 @@
+"""Does a micro-batch fit, by the estimate of `hfpretrain.memory_estimate`, before anything is allocated?"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from transformers import PreTrainedConfig
+
+from hfpretrain.arguments import DataArguments, ModelArguments, PretrainArguments
+from hfpretrain.launch_checks import deepspeed_config
+from hfpretrain.memory_estimate import estimate_memory
+from hfpretrain.planning.placement import Placement
+from hfpretrain.verdicts import Verdicts
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one rank may use.
+
+    Attributes:
+        kind: cuda or cpu.
+        total_bytes: of its GPU, or its share of the machine's memory.
+        free_bytes: of that, what nobody uses now.
+    """
+
+    kind: str
+    total_bytes: int
+    free_bytes: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Memory:
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            return cls("cuda", total, free + torch.cuda.memory_reserved(device))
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        memory = psutil.virtual_memory()
+        return cls("cpu", memory.total // ranks, memory.available // ranks)
+
+
+def judge_memory(
+    verdicts: Verdicts,
+    config: PreTrainedConfig,
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: PretrainArguments,
+    *,
+    memory: Memory | None = None,
+) -> None:
+    """More than the device has is a problem; more than is free of it now, or all but all of it, a note.
+
+    Args:
+        memory: default is that of this rank's device.
+    """
+    memory = memory or Memory.of(args.device)
+    deepspeed = deepspeed_config(args)
+    text: Any = config.get_text_config()
+    placement = Placement.from_deepspeed(
+        deepspeed, world_size=args.world_size, dtype=_dtype(args, deepspeed), hidden_size=text.hidden_size
+    )
+    if placement.problems():
+        return  # which `launch` says in its own words
+    estimate = estimate_memory(
+        config,
+        placement=placement,
+        sequence_length=data_args.sequence_length,
+        rows=args.per_device_train_batch_size,
+        optimizer=str(getattr(args.optim, "value", args.optim)),
+        gradient_checkpointing=args.gradient_checkpointing,
+        attn_implementation=model_args.attn_implementation,
+        device=memory.kind,
+    )
+    peak, found = estimate.peak_bytes, f"{_gib(estimate.peak_bytes)} GiB a rank at the peak by estimate"
+    has = f"{_gib(memory.total_bytes)} GiB ({_gib(memory.free_bytes)} free)"
+    if peak > memory.total_bytes:
+        verdicts.problem("memory", [estimate.fits(memory.total_bytes).problem("per_device_train_batch_size")])
+    elif peak > memory.free_bytes:
+        verdicts.note(
+            "memory", f"{found} of {has}: others use the rest now", remedy="free it, or a smaller micro-batch"
+        )
+    elif peak > 0.9 * memory.total_bytes:
+        verdicts.note("memory", f"{found} of {has}: what is not counted may not fit", remedy="a smaller micro-batch")
+    else:
+        verdicts.ok("memory", f"{found} of {has}: weights to optimizer state {_gib(estimate.static_bytes)}")
+    host = estimate.host_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if host > psutil.virtual_memory().total:
+        what = f"{_gib(host)} GiB are offloaded to the memory of this machine, which has less"
+        verdicts.note("memory", what, remedy="more ranks, or no offload")
+
+
+def _dtype(args: PretrainArguments, deepspeed: Any) -> str:
+    config = deepspeed or {}
+    for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if getattr(args, flag) or config.get(flag, {}).get("enabled") is True:
+            return name
+    return "float32"
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:,.2f}"
