@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hfpretrain.errors import ConfigError, Problem
-from hfpretrain.preflight import begin, folders, start
+from hfpretrain.preflight import begin, folders, memory, start
 from hfpretrain.run_record import write_run_json
 
 COMMAND_LINE = "command line"
@@ -276,6 +276,26 @@ def test_a_disk_that_would_fill_up(folder: Path, monkeypatch: pytest.MonkeyPatch
     parameters = 2 * 258 * 32 + 32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 48 + 3 * 32
     needed = f"{(3 * 12 + 4) * parameters / 1e6:.3g} MB of 0.5 MB free"
     the_one(argv, f"the disk will be full.*{needed}", "output_dir")
+
+
+def test_a_micro_batch_that_no_device_would_hold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than there is: refused, with the rows that fit; more than is free of it: a note."""
+    large = SIZES | {"hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 4096}
+    argv = words(folder, config_overrides=json.dumps(large), sequence_length=4096, batch_tokens=8 * 4096)
+    # A Llama layer keeps at least its 17 inputs and outputs of width d or more for the backward pass: 8 rows of 4,096
+    # in float32 are above 17 * 4 * 8 * 4096 * 2048 bytes = 4.6e9, weights to moments 16 * 68e6 = 1.1e9.
+    monkeypatch.setattr(memory.Memory, "of", lambda _: memory.Memory("cpu", int(3e9), int(3e9)))
+    (problem,) = refused(argv)
+    assert "one rank would need" in problem.what
+    assert problem.source == "per_device_train_batch_size"
+    fits = re.search(r"per_device_train_batch_size of at most (\d+)", problem.remedy)
+    assert fits is not None
+    assert 1 <= int(fits[1]) <= 3
+    assert begin([*argv, "--per_device_train_batch_size", fits[1]]).run.num_steps == 10
+    monkeypatch.setattr(memory.Memory, "of", lambda _: memory.Memory("cpu", int(1e12), int(3e9)))
+    notes = [verdict.why for verdict in begin(argv).verdicts.found if verdict.verdict == "note"]
+    assert len(notes) == 1
+    assert "others use the rest now" in notes[0]
 
 
 def test_the_folder_of_another_run(folder: Path) -> None:

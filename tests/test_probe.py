@@ -16,6 +16,7 @@ from hfpretrain.data.order import BlockOrder
 from hfpretrain.data.steps import TrainingSteps
 from hfpretrain.errors import ConfigError
 from hfpretrain.model import build_model
+from hfpretrain.preflight.memory import Memory, estimate_of_run
 from hfpretrain.training.probe import lazy_state_bytes
 from hfpretrain.training.trainer import PretrainTrainer
 from hfpretrain.verdicts import Verdicts
@@ -98,14 +99,29 @@ def test_the_pass_is_a_whole_micro_batch_in_training_mode_and_leaves_no_gradient
     [
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"),
-            r"does not fit.*3 row.*9 GiB.*size of 1",
+            r"does not fit.*3 row.*9 GiB.*size of 2, which is predicted",
         ),
-        (MemoryError(), r"does not fit.*3 row"),
+        (MemoryError(), r"does not fit.*3 row.*size of 2, which is predicted"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), r"full rows fails.*mat1 and mat2"),
     ],
 )
-def test_what_a_pass_raises_is_a_problem_of_the_list(error: Exception, message: str, tmp_path: Path) -> None:
+def test_what_a_pass_raises_is_a_problem_of_the_list(
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of memory: with the largest number of rows whose estimate is below what the device has."""
     model = build_model(AutoConfig.for_model("gpt2", **GPT2), seed=1)
+    estimates = [
+        estimate_of_run(
+            model.config,
+            TrainingArguments(str(tmp_path), use_cpu=True),
+            rows=rows,
+            sequence_length=SEQUENCE_LENGTH,
+            attn_implementation="sdpa",
+        ).peak_bytes
+        for rows in (2, 3)
+    ]
+    between = Memory("cpu", sum(estimates) // 2, 0)
+    monkeypatch.setattr(Memory, "of", lambda _: between)
 
     def fail(module: torch.nn.Module, *_: Any) -> None:
         if module.training:

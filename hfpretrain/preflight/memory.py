@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, TrainingArguments
 
 from hfpretrain.arguments import DataArguments, ModelArguments, PretrainArguments
 from hfpretrain.launch_checks import deepspeed_config
 from hfpretrain.memory_estimate import estimate_memory
+from hfpretrain.planning.memory import MemoryEstimate
 from hfpretrain.planning.placement import Placement
 from hfpretrain.verdicts import Verdicts
 
@@ -56,23 +57,14 @@ def judge_memory(
         memory: default is that of this rank's device.
     """
     memory = memory or Memory.of(args.device)
-    deepspeed = deepspeed_config(args)
-    text: Any = config.get_text_config()
-    placement = Placement.from_deepspeed(
-        deepspeed, world_size=args.world_size, dtype=_dtype(args, deepspeed), hidden_size=text.hidden_size
-    )
-    if placement.problems():
+    if placement_of(config, args).problems():
         return  # which `launch` says in its own words
-    estimate = estimate_memory(
-        config,
-        placement=placement,
-        sequence_length=data_args.sequence_length,
-        rows=args.per_device_train_batch_size,
-        optimizer=str(getattr(args.optim, "value", args.optim)),
-        gradient_checkpointing=args.gradient_checkpointing,
-        attn_implementation=model_args.attn_implementation,
-        device=memory.kind,
+    length, rows, attention = (
+        data_args.sequence_length,
+        args.per_device_train_batch_size,
+        model_args.attn_implementation,
     )
+    estimate = estimate_of_run(config, args, sequence_length=length, rows=rows, attn_implementation=attention)
     peak, found = estimate.peak_bytes, f"{_gib(estimate.peak_bytes)} GiB a rank at the peak by estimate"
     has = f"{_gib(memory.total_bytes)} GiB ({_gib(memory.free_bytes)} free)"
     if peak > memory.total_bytes:
@@ -91,7 +83,36 @@ def judge_memory(
         verdicts.note("memory", what, remedy="more ranks, or no offload")
 
 
-def _dtype(args: PretrainArguments, deepspeed: Any) -> str:
+def placement_of(config: PreTrainedConfig, args: TrainingArguments) -> Placement:
+    """Where this launch puts weights, gradients and optimizer state."""
+    deepspeed, text = deepspeed_config(args), cast(Any, config.get_text_config())
+    width = getattr(text, "hidden_size", None)
+    dtype = _dtype(args, deepspeed)
+    return Placement.from_deepspeed(deepspeed, world_size=args.world_size, dtype=dtype, hidden_size=width)
+
+
+def estimate_of_run(
+    config: PreTrainedConfig,
+    args: TrainingArguments,
+    *,
+    sequence_length: int,
+    rows: int,
+    attn_implementation: str | None,
+) -> MemoryEstimate:
+    """What one rank of this launch takes."""
+    return estimate_memory(
+        config,
+        placement=placement_of(config, args),
+        sequence_length=sequence_length,
+        rows=rows,
+        optimizer=str(getattr(args.optim, "value", args.optim)),
+        gradient_checkpointing=args.gradient_checkpointing,
+        attn_implementation=attn_implementation,
+        device="cuda" if args.device.type == "cuda" else "cpu",
+    )
+
+
+def _dtype(args: TrainingArguments, deepspeed: Any) -> str:
     config = deepspeed or {}
     for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")):
         if getattr(args, flag) or config.get(flag, {}).get("enabled") is True:

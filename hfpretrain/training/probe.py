@@ -45,11 +45,27 @@ class Probe:
 
 
 class ProbeError(RuntimeError):
-    """The pass failed; `problem` says how."""
+    """The pass failed with `error`; `out_of_memory` where that is what it says."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.what)
-        self.problem = problem
+    def __init__(self, error: Exception, rows: int, sequence_length: int) -> None:
+        lines = str(error).strip().splitlines() or [""]
+        self.rows, self.given = rows, f"{rows} row(s) of {sequence_length:,}: {type(error).__name__}: {lines[0]}"
+        short = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        self.out_of_memory = short or any(word in str(error).lower() for word in _OUT_OF_MEMORY)
+        super().__init__(self.given)
+
+    def problem(self, largest: int | None = None) -> Problem:
+        """What to say; `largest` is the number of rows that is predicted to fit, if there is a prediction."""
+        if not self.out_of_memory:
+            what = "a forward and backward pass of full rows fails"
+            return Problem(what, self.given, "model arguments", "what the error says; it would be the first step's")
+        what = "a micro-batch of full rows does not fit in the memory of the device"
+        half = (
+            f"per_device_train_batch_size of {max(self.rows // 2, 1)}" if self.rows > 1 else "a shorter sequence_length"
+        )
+        fewer = f"per_device_train_batch_size of {largest}, which is predicted to fit" if largest else half
+        remedy = f"{fewer}; or gradient_checkpointing: true, or a higher ZeRO stage: the training stays the same"
+        return Problem(what, self.given, "per_device_train_batch_size", remedy)
 
 
 def probe_step(
@@ -92,7 +108,7 @@ def probe_step(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
     except Exception as error:  # whatever a model's forward or backward raises
-        raise ProbeError(_problem(error, rows, sequence_length)) from error
+        raise ProbeError(error, rows, sequence_length) from error
     finally:
         del ballast
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
@@ -129,16 +145,3 @@ def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
                     buffer.copy_(buffers[name])
         for module, mode in modes.items():
             module.training = mode
-
-
-def _problem(error: Exception, rows: int, sequence_length: int) -> Problem:
-    lines = str(error).strip().splitlines() or [""]
-    given = f"{rows} row(s) of {sequence_length:,}: {type(error).__name__}: {lines[0]}"
-    short = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    if short or any(word in str(error).lower() for word in _OUT_OF_MEMORY):
-        what = "a micro-batch of full rows does not fit in the memory of the device"
-        remedy = f"per_device_train_batch_size of {max(rows // 2, 1)}" if rows > 1 else "a shorter sequence_length"
-        remedy += ", gradient_checkpointing: true, or a higher ZeRO stage; the training stays the same"
-        return Problem(what, given, "per_device_train_batch_size", remedy)
-    what = "a forward and backward pass of full rows fails"
-    return Problem(what, given, "model arguments", "see the error; the trace is above the list where it is printed")

@@ -89,7 +89,8 @@ def _probe(trainer: PretrainTrainer, verdicts: Verdicts) -> None:
             state_bytes=0 if trainer.is_deepspeed_enabled else lazy_state_bytes(trainer.optimizer, trainer.causal_lm),
         )
     except ProbeError as error:
-        verdicts.problem("probe", [error.problem])
+        largest = _largest_micro_batch(trainer, error.rows) if error.out_of_memory else None
+        verdicts.problem("probe", [error.problem(largest)])
         if trainer.is_deepspeed_enabled and trainer.args.world_size > 1:
             refuse(verdicts.problems)  # the others may wait inside ZeRO's collectives: no agreement is possible
     else:
@@ -98,3 +99,15 @@ def _probe(trainer: PretrainTrainer, verdicts: Verdicts) -> None:
         trainer.model_wrapped.zero_grad(set_to_none=True)
         if trainer.args.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _largest_micro_batch(trainer: PretrainTrainer, rows: int) -> int | None:
+    """Rows that are predicted to fit where `rows` did not; None where the estimate would have let those pass."""
+    from hfpretrain.preflight.memory import Memory, estimate_of_run  # it knows this package
+
+    config = trainer.causal_lm.config
+    attention = config._attn_implementation
+    length = trainer.steps.sequence_length
+    estimate = estimate_of_run(config, trainer.args, sequence_length=length, rows=rows, attn_implementation=attention)
+    largest = estimate.largest_micro_batch(Memory.of(trainer.args.device).total_bytes)
+    return largest if largest is not None and 0 < largest < rows else None
