@@ -106,7 +106,7 @@ def estimate_of_run(
         sequence_length=sequence_length,
         rows=rows,
         optimizer=str(getattr(args.optim, "value", args.optim)),
-        gradient_checkpointing=args.gradient_checkpointing,
+        gradient_checkpointing=bool(args.gradient_checkpointing),
         attn_implementation=attn_implementation,
         device="cuda" if args.device.type == "cuda" else "cpu",
     )
