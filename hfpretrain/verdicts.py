@@ -34,6 +34,8 @@ class Verdicts:
         found: in the order in which they were found.
         seconds: check -> time it took, in the order of the first of each name.
         json_path: where `refuse` and `write` put the list; None: nowhere.
+        lenient: while there are problems, a check that breaks off in any other way is left out, aloud. Checks expect
+            values that go together; not for checks in which ranks talk to one another.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Verdicts:
         self.found: list[Verdict] = []
         self.seconds: dict[str, float] = {}
         self.json_path: Path | None = None
+        self.lenient = False
         self.sources = dict(sources or {})
         self.doubtful = set(doubtful)
         self._problems: list[Problem] = []
@@ -61,6 +64,10 @@ class Verdicts:
     def problems(self) -> list[Problem]:
         """Those of this rank so far."""
         return list(self._problems)
+
+    def problems_of(self, check: str) -> bool:
+        """Whether this check has found a problem here."""
+        return any(verdict.check == check and verdict.verdict == "problem" for verdict in self.found)
 
     def ok(self, check: str, why: str, *, aloud: bool = True) -> None:
         """Nothing to do about this; `aloud` prints it, the list has it in any case."""
@@ -89,6 +96,10 @@ class Verdicts:
             yield
         except ConfigError as error:
             self.problem(check, error.problems)
+        except Exception as error:
+            if not (self.lenient and self._problems):
+                raise
+            self.note(check, f"not judged, because of the problems found so far: {type(error).__name__}: {error}")
         finally:
             self.seconds[check] = self.seconds.get(check, 0.0) + time.perf_counter() - start
 
@@ -136,9 +147,13 @@ class Verdicts:
 
     def write(self) -> None:
         """Put the list where `json_path` says; on rank 0 only."""
-        if self.json_path is not None and os.environ.get("RANK", "0") == "0":
+        if self.json_path is None or os.environ.get("RANK", "0") != "0":
+            return
+        try:
             self.json_path.parent.mkdir(parents=True, exist_ok=True)
             self.json_path.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:  # of which the list says more
+            self.note("output_dir", f"{self.json_path} was not written: {error.strerror or error}")
 
     def __str__(self) -> str:
         """One line: how many of each kind, and the time, but for what a run has to do anyway (`WORK`)."""

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from hfpretrain.data.tokenizer import byte_tokenizer
 from hfpretrain.errors import ConfigError, Problem
+from hfpretrain.model import build_model, load_config
 from hfpretrain.preflight import begin, folders, memory, start
 from hfpretrain.run_record import write_run_json
 
@@ -316,6 +318,43 @@ def test_the_folder_of_another_run(folder: Path) -> None:
     the_one(argv, "run.json there cannot be read", COMMAND_LINE)
 
 
+def test_a_checkpoint_of_another_model_and_one_of_this_with_other_arguments(folder: Path, tmp_path: Path) -> None:
+    """Weights are compared by name and shape, in whatever form the checkpoint has them; the data's turn comes later."""
+    argv = words(folder, output_dir=tmp_path)
+    started = begin(argv)
+    facts: dict[str, Any] = {"data_fingerprint": "f", "model_parameters": 7}
+    write_run_json(tmp_path, model_args=started.model_args, data_args=started.data_args, args=started.args, **facts)
+    checkpoint = tmp_path / "checkpoint-5"
+    config = load_config(model_type="llama", config_overrides=SIZES, tokenizer=byte_tokenizer())
+    build_model(config, seed=1).save_pretrained(checkpoint, max_shard_size="50KB")
+    (checkpoint / "trainer_state.json").write_text("{}")
+    assert len(list(checkpoint.glob("*.safetensors"))) > 1
+    assert {verdict.verdict for verdict in begin(argv).verdicts.found} == {"ok"}
+    (note,) = [v for v in begin([*argv, "--packing", "best_fit"]).verdicts.found if v.verdict == "note"]
+    assert note.why.endswith('with other arguments than there: packing: "concat" then, "best_fit" now')
+    wider = words(folder, output_dir=tmp_path, config_overrides=json.dumps(SIZES | {"intermediate_size": 64}))
+    the_one(wider, r"mlp\.down_proj\.weight: \[32, 48\] there, \[32, 64\] here", "resume_from_checkpoint")
+
+
+def test_values_that_no_check_expects_are_said_and_not_stumbled_over(folder: Path) -> None:
+    changes = {
+        "sequence_length": 0,
+        "per_device_train_batch_size": 0,
+        "batch_tokens": -1,
+        "dataset": folder / "gone.jsonl",
+    }
+    found = [str(problem) for problem in refused(words(folder, **changes))]
+    for text in ("sequence_length is out of range", "batch_size is out of range", "batch_tokens is out", "no file"):
+        assert sum(text in problem for problem in found) == 1, (text, found)
+
+
+def test_a_tokenizer_that_is_not_there_hides_nothing_about_the_model(folder: Path) -> None:
+    found = refused(words(folder, tokenizer_name="./none", sequence_length=128, output_dir=folder / "text.jsonl" / "x"))
+    assert ["cannot be loaded" in found[0].what, "64 positions" in found[1].what] == [True, True]
+    assert "cannot be written" in found[2].what
+    assert len(found) == 3
+
+
 def test_faults_of_every_kind_come_in_one_list(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     under_deepspeed(monkeypatch, optimizer={"type": "AdamW"})
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -353,4 +392,5 @@ def test_only_preflight_writes_its_list(folder: Path, tmp_path: Path) -> None:
     assert verdicts["arguments"]["source"] == COMMAND_LINE
     assert verdicts["arguments"]["remedy"] == "the nearest that fit: 448, 512"
     assert verdicts["launch"]["verdict"] == "ok"
+    refused(words(folder, output_dir=folder / "text.jsonl" / "x", preflight_only="true"))  # which cannot be written
     assert written["seconds"].keys() >= {"launch", "plan", "data", "model", "output_dir"}

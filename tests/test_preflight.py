@@ -18,6 +18,7 @@ from hfpretrain.errors import ConfigError
 from hfpretrain.launch_checks import check_launch, verify_engine, verify_gradient_signals
 from hfpretrain.model import load_config
 from hfpretrain.preflight import begin, check_amount, check_model, model_notes, mup_spec
+from hfpretrain.preflight.machine import CONSTRAINTS, WATCHED, Device, read_constraints, speed_notes, version_notes
 
 ROOT = Path(__file__).parent.parent
 BASE = [
@@ -169,3 +170,41 @@ def test_the_mup_of_a_run() -> None:
     assert asked.of("model.layers.0.mlp.down_proj.weight").multipliers.weight_decay == 1.0
     with pytest.raises(ConfigError, match="those of AdamW, and adafactor is none"):
         spec("adafactor", mup_base_width=16)
+
+
+GPU = {"bf16": True, "fp16": False, "tf32": True, "dataloader_num_workers": 2, "dataloader_pin_memory": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "attention", "remedy"),
+    [
+        ({}, "auto", None),
+        ({"bf16": False}, "auto", "bf16: true"),
+        ({"bf16": False, "fp16": True}, "auto", "bf16: true"),
+        ({"tf32": None}, "auto", "tf32: true"),
+        ({"dataloader_num_workers": 0}, "auto", "dataloader_num_workers: 2"),
+        ({"dataloader_pin_memory": False}, "auto", "dataloader_pin_memory: true"),
+        ({}, "eager", "attn_implementation: auto"),
+        ({"optim": "adamw_torch"}, "auto", "optim: adamw_torch_fused"),
+    ],
+)
+def test_settings_that_leave_a_gpu_idle(changes: dict[str, Any], attention: str, remedy: str | None) -> None:
+    args = SimpleNamespace(**(GPU | {"optim": "adamw_torch_fused"} | changes))
+    ampere = Device("cuda", (8, 0), bfloat16=True)
+    found = [remedy for _, remedy in speed_notes(args, ampere, attn_implementation=attention)]
+    assert found == ([] if remedy is None else [remedy])
+    assert speed_notes(args, Device("cpu"), attn_implementation=attention) == []
+    if remedy in ("bf16: true", "tf32: true"):
+        assert speed_notes(args, Device("cuda", (7, 0)), attn_implementation=attention) == []  # which has neither
+
+
+def test_versions_outside_of_what_was_tested() -> None:
+    required, tested = {"torch": ">=2.13", "rich": ">=14"}, {"torch": "2.13.0", "rich": "14.1", "idna": "3.20"}
+    same = {"torch": "2.13.0+cpu", "rich": "15.0", "idna": "3.1"}  # neither's insides are used
+    assert version_notes(same, tested=tested, required=required) == []
+    other = {"torch": "2.14.1", "rich": "13.9"}
+    assert version_notes(other, tested=tested, required=required) == [
+        "torch 2.14.1 (tested: 2.13.0)",
+        "rich 13.9 (needs >=14)",
+    ]
+    assert read_constraints(CONSTRAINTS).keys() >= set(WATCHED)

@@ -95,6 +95,8 @@ def _build(read: _Read) -> Parsed:
             break
         except (ValueError, ImportError, RuntimeError) as error:
             named = [name for name in given if name in str(error) and reading.sources[name] != "default"]
+            if isinstance(error, RuntimeError) and not named:  # no argument's fault: a process group that does not form
+                raise
             problems.append(_refused_by_transformers(error, {name: reading.sources[name] for name in named}))
             if not named:
                 refuse(problems)

@@ -8,8 +8,11 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+from transformers import PreTrainedModel
+
 from hfpretrain.arguments import DataArguments, ModelArguments, PretrainArguments
-from hfpretrain.errors import Problem
+from hfpretrain.errors import ConfigError, Problem
 from hfpretrain.planning.budget import (
     checkpoint_count,
     full_checkpoint_bytes,
@@ -21,8 +24,7 @@ from hfpretrain.run_record import plain
 from hfpretrain.training.checkpoints import list_checkpoints
 from hfpretrain.training.run_length import RunLength, source_of
 
-# Arguments of a run that may change from launch to launch and leave it the same run; of the training arguments only
-# the seeds make another one.
+# Arguments about model and data that say nothing about which run it is; of the training arguments only the seeds do.
 MAY_CHANGE = {"cache_dir", "preprocessing_num_workers", "attn_implementation", "eval_data"}
 SEEDS = ("seed", "data_seed")
 _TIGHT = 0.8  # of the free space
@@ -86,33 +88,58 @@ def check_disk(
     return [Problem(what, found, "output_dir", remedy)], found, True
 
 
-def check_other_run(
+def changed_arguments(
     model_args: ModelArguments, data_args: DataArguments, args: PretrainArguments
-) -> tuple[list[Problem], str]:
-    """(problems, what was found) about the run whose `run.json` lies in output_dir: is it this one?
+) -> tuple[list[str], bool]:
+    """(what differs from the run whose `run.json` lies in output_dir, a clause for each; whether weights lie there).
 
-    A record alone, of a run that saved nothing, is in nobody's way.
+    Raises:
+        ConfigError: the record cannot be read.
     """
     folder = Path(str(args.output_dir))
+    saved = bool(list_checkpoints(folder)) or any(folder.glob("*.safetensors"))
     try:
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         then = {**record["arguments"]["model"], **record["arguments"]["data"]}
         then |= {name: record["arguments"]["training"].get(name) for name in SEEDS}
     except (FileNotFoundError, NotADirectoryError):
-        return [], "no run there yet"
+        return [], saved
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"run.json there cannot be read: {type(error).__name__}: {error}"
-        return [Problem(what, str(folder), source_of(args, "output_dir"), "another output_dir, or remove the file")], ""
+        remedy = "another output_dir, or remove the file"
+        raise ConfigError([Problem(what, str(folder), "output_dir", remedy)]) from error
     now = {**plain(model_args), **plain(data_args)} | {name: getattr(args, name) for name in SEEDS}
-    changed = {name: (then[name], now[name]) for name in now if name in then and then[name] != now[name]}
-    changed = {name: both for name, both in changed.items() if name not in MAY_CHANGE}
-    saved = bool(list_checkpoints(folder)) or any(folder.glob("*.safetensors"))
-    if not changed or not saved:
-        return [], "the same run as before" if not changed else "a record of another run, which saved nothing"
-    differing = "; ".join(f"{name}: {_short(old)} then, {_short(new)} now" for name, (old, new) in changed.items())
-    what = "output_dir holds another run, which this one would overwrite or continue"
-    remedy = "another output_dir; or the former values to continue it"
-    return [Problem(what, differing, source_of(args, "output_dir"), remedy)], differing
+    names = [name for name in now if name in then and then[name] != now[name] and name not in MAY_CHANGE]
+    return [f"{name}: {_short(then[name])} then, {_short(now[name])} now" for name in names], saved
+
+
+def other_run(changed: list[str], args: PretrainArguments) -> list[Problem]:
+    """A new run where another one's model lies."""
+    what = "output_dir holds the model of another run, which this one would overwrite"
+    return [Problem(what, "; ".join(changed), "output_dir", "another output_dir, or remove what is there")]
+
+
+def check_weights(checkpoint: Path, model: PreTrainedModel, args: PretrainArguments) -> list[Problem]:
+    """Weights of a checkpoint that are none of this model's, or have another shape; read off the files' headers.
+
+    Args:
+        model: on the meta device.
+    """
+    ours = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    differing = []
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            for name in names:
+                there = list(file.get_slice(name).get_shape())
+                if ours.get(name) != there:
+                    differing.append(f"{name}: {there} there, {ours.get(name, 'no such weight')} here")
+    if not differing:
+        return []
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+    what = f"the weights of {checkpoint} are those of another model"
+    remedy = "the former configuration to continue it; or another output_dir for a new run"
+    return [Problem(what, "; ".join(differing[:3]) + more, "resume_from_checkpoint", remedy)]
 
 
 def _short(value: Any) -> str:

@@ -30,14 +30,22 @@ def check_model(config: Any, tokenizer: Any, data_args: DataArguments, args: Pre
         config: the `PretrainedConfig` that the model is built from.
         tokenizer: anything whose `len` is its number of ids.
     """
-    problems = []
-    text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    if positions is not None and data_args.sequence_length > positions:
-        what = f"rows are longer than the {positions:_} positions of the model"
-        remedy = f"sequence_length of at most {positions}, or max_position_embeddings in config_overrides"
-        source = source_of(args, "sequence_length")
-        problems.append(Problem(what, f"sequence_length={data_args.sequence_length}", source, remedy))
+    return check_positions(config, data_args, args) + check_vocabulary(config, tokenizer, args)
+
+
+def check_positions(config: Any, data_args: DataArguments, args: PretrainArguments) -> list[Problem]:
+    """Rows longer than what the model has positions for; nothing where its configuration names no limit."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is None or data_args.sequence_length <= positions:
+        return []
+    what = f"rows are longer than the {positions:_} positions of the model"
+    remedy = f"sequence_length of at most {positions}, or max_position_embeddings in config_overrides"
+    return [Problem(what, f"sequence_length={data_args.sequence_length}", source_of(args, "sequence_length"), remedy)]
+
+
+def check_vocabulary(config: Any, tokenizer: Any, args: PretrainArguments) -> list[Problem]:
+    """Ids that the tokenizer has and the embedding has not, and special ids that are not the tokenizer's."""
+    problems, text = [], config.get_text_config()
     if len(tokenizer) > text.vocab_size:
         what = "the tokenizer has ids that the model's embedding does not have"
         given = f"{len(tokenizer):_} tokens, vocab_size={text.vocab_size:_}"

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -21,10 +22,10 @@ from hfpretrain.deepspeed_checks import check_deepspeed
 from hfpretrain.errors import ConfigError, Problem
 from hfpretrain.launch_checks import check_launch, deepspeed_config, deepspeed_source
 from hfpretrain.model import load_config, parameter_count
-from hfpretrain.preflight.folders import check_disk, check_other_run, check_writable
+from hfpretrain.preflight.folders import changed_arguments, check_disk, check_weights, check_writable, other_run
 from hfpretrain.preflight.machine import Device, describe_launch, speed_notes, version_notes
 from hfpretrain.preflight.memory import judge_memory
-from hfpretrain.preflight.model import build_on_meta, check_model, mup_spec
+from hfpretrain.preflight.model import build_on_meta, check_positions, check_vocabulary, mup_spec
 from hfpretrain.preflight.text import check_eval_data, check_sources
 from hfpretrain.training.checkpoints import resume_point
 from hfpretrain.training.optimizer import check_mup_optimizer, check_optimizer
@@ -69,7 +70,9 @@ def begin(argv: Sequence[str] | None = None) -> Start:
         verdicts.json_path = Path(parsed.args.output_dir) / "preflight.json"
     if not verdicts.problem("arguments", parsed.problems):
         verdicts.ok("arguments", _describe_sources(parsed.args), aloud=False)
+    verdicts.lenient = True
     run, checkpoint = check_start(parsed, verdicts)
+    verdicts.lenient = False
     verdicts.refuse()
     assert run is not None  # else there was a problem
     return Start(parsed.model_args, parsed.data_args, parsed.args, run, checkpoint, verdicts)
@@ -90,8 +93,8 @@ def check_start(parsed: Parsed, verdicts: Verdicts) -> tuple[RunLength | None, P
     config = _model(parsed, verdicts)
     checkpoint = _folders(parsed, verdicts)
     if config is not None:
-        _sizes(config, model_args, data_args, args, run, verdicts)
-    _machine(args, verdicts)
+        _sizes(config, parsed, run, checkpoint, verdicts)
+    _machine(model_args, args, verdicts)
     return run, checkpoint
 
 
@@ -155,27 +158,32 @@ def _model(parsed: Parsed, verdicts: Verdicts) -> PreTrainedConfig | None:
     named = ("model_type", "config_name", "model_name_or_path", "tokenizer_name", "config_overrides", "cache_dir")
     if not name or sum(map(bool, sources)) != 1 or not verdicts.needs("model", *named):
         return None  # no model or no tokenizer is named, which `arguments` says
+    cache_dir = Path(data_args.cache_dir)
+    load = partial(_from_hub, args, "tokenizer_name", tokenizer_beforehand)
+    tokenizer = verdicts.attempt("model", load, name, cache_dir=cache_dir)
+    field = "model_name_or_path" if model_args.model_name_or_path else "config_name"
+    config = verdicts.attempt(
+        "model",
+        partial(_from_hub, args, field, load_config),
+        model_type=model_args.model_type,
+        config_name=model_args.config_name,
+        config_overrides=model_args.config_overrides,
+        model_name_or_path=model_args.model_name_or_path,
+        tokenizer=tokenizer,
+    )
+    if config is None:
+        return None
     with verdicts.timed("model"):
-        tokenizer = _from_hub(args, "tokenizer_name", tokenizer_beforehand, name, cache_dir=Path(data_args.cache_dir))
-        config = _from_hub(
-            args,
-            "model_name_or_path" if model_args.model_name_or_path else "config_name",
-            load_config,
-            model_type=model_args.model_type,
-            config_name=model_args.config_name,
-            config_overrides=model_args.config_overrides,
-            model_name_or_path=model_args.model_name_or_path,
-            tokenizer=tokenizer,
-        )
         if verdicts.needs("model", "sequence_length"):
-            verdicts.problem("model", check_model(config, tokenizer, data_args, args))
-        mup = model_args.mup_base_width is not None or model_args.mup_base_config
-        if mup and not parsed.contradicted & {"mup_base_width", "mup_base_config", "mup_overrides"}:
-            verdicts.problem("muP", check_mup_optimizer(args))
-            if verdicts.problems and not check_mup_optimizer(args):  # else it is made once, with the tokenizer itself
-                verdicts.attempt("muP", mup_spec, config, model_args, args, tokenizer=tokenizer)
-        return config
-    return None
+            verdicts.problem("model", check_positions(config, data_args, args))
+        if tokenizer is not None:
+            verdicts.problem("model", check_vocabulary(config, tokenizer, args))
+    mup = model_args.mup_base_width is not None or model_args.mup_base_config
+    if mup and not parsed.contradicted & {"mup_base_width", "mup_base_config", "mup_overrides"}:
+        refused = verdicts.problem("muP", check_mup_optimizer(args))
+        if verdicts.problems and not refused:  # without problems it is made once, later
+            verdicts.attempt("muP", mup_spec, config, model_args, args, tokenizer=tokenizer)
+    return config
 
 
 def _from_hub(args: PretrainArguments, field: str, load: Callable[..., T], *words: Any, **kwargs: Any) -> T:
@@ -201,28 +209,33 @@ def _folders(parsed: Parsed, verdicts: Verdicts) -> Path | None:
     if "resume_from_checkpoint" not in parsed.contradicted:
         checkpoint = verdicts.attempt("output_dir", resume_point, args.resume_from_checkpoint, str(args.output_dir))
     with verdicts.timed("output_dir"):
+        changed, saved = changed_arguments(model_args, data_args, args)
         problems = check_writable(data_args, args)
-        other, found = check_other_run(model_args, data_args, args)
-        goes_on = f"goes on from {checkpoint}" if checkpoint else "a new run"
-        if not verdicts.problem("output_dir", problems + other):
-            verdicts.ok("output_dir", f"{args.output_dir}: {goes_on}; {found}")
+        if saved and changed and checkpoint is None and not verdicts.problems_of("output_dir"):
+            problems += other_run(changed, args)
+        if verdicts.problem("output_dir", problems):
+            return checkpoint
+        found = f"{args.output_dir}: {f'goes on from {checkpoint}' if checkpoint else 'a new run'}"
+        if changed and checkpoint is not None:
+            verdicts.note("output_dir", f"{found}, with other arguments than there: {'; '.join(changed)}")
+        else:
+            verdicts.ok("output_dir", found)
     return checkpoint
 
 
 def _sizes(
-    config: PreTrainedConfig,
-    model_args: ModelArguments,
-    data_args: DataArguments,
-    args: PretrainArguments,
-    run: RunLength | None,
-    verdicts: Verdicts,
+    config: PreTrainedConfig, parsed: Parsed, run: RunLength | None, checkpoint: Path | None, verdicts: Verdicts
 ) -> None:
-    """What follows from the size of the model: can it be built, is there memory and disk for it."""
+    """What follows from the size of the model: can it be built, do the weights fit it, is there memory and disk."""
+    model_args, data_args, args = parsed.model_args, parsed.data_args, parsed.args
     register_torch_varlen()
     attention = model_args.attn_implementation
     model = verdicts.attempt("model", build_on_meta, config, attn_implementation=attention)
     if model is None:
         return
+    if checkpoint is not None:
+        with verdicts.timed("checkpoint"):
+            verdicts.problem("checkpoint", check_weights(checkpoint, model, args))
     with verdicts.timed("optimizer"):
         verdicts.problem("optimizer", check_optimizer(args))
     with verdicts.timed("memory"):
@@ -240,12 +253,12 @@ def _sizes(
             (verdicts.note if tight else verdicts.ok)("disk", found)
 
 
-def _machine(args: PretrainArguments, verdicts: Verdicts) -> None:
+def _machine(model_args: ModelArguments, args: PretrainArguments, verdicts: Verdicts) -> None:
     with verdicts.timed("trackers"):
         verdicts.problem("trackers", check_trackers(args))
     with verdicts.timed("speed"):
-        notes = speed_notes(args, Device.of(args.device))
-        for what, remedy in notes:
+        attention = model_args.attn_implementation
+        for what, remedy in speed_notes(args, Device.of(args.device), attn_implementation=attention):
             verdicts.note("speed", what, remedy=remedy)
     with verdicts.timed("versions"):
         versions = version_notes()
