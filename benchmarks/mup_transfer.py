@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tune_lr
 from machine import describe_machine
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "recipes"))
+import tune_lr
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WIDTHS, HEAD, ROW = (32, 64, 128, 256), 16, 256
@@ -44,7 +47,7 @@ SETTINGS: dict[str, Any] = {
     "batch_tokens": 1024,
     "per_device_train_batch_size": 4,
     "per_device_eval_batch_size": 16,
-    "max_steps": 256,
+    "max_steps": 192,
     "lr_scheduler_type": "cosine",
     "warmup_fraction": 0.1,
     "logging_steps": 16,
@@ -111,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("\n".join(table(found)) + "\n")
     raw = {"machine": about, "settings": SETTINGS, "overrides": OVERRIDES, **forms}
     args.out.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-    tune_lr.draw(forms, args.out.with_suffix(".png"))
+    tune_lr.draw(list(forms.values()), args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

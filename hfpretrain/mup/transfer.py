@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,23 @@ class Curve:
         stderr = statistics.stdev(moves) / math.sqrt(len(moves)) if len(moves) > 1 else None
         return Optimum(where, stderr, step / 2)
 
+    def __str__(self) -> str:
+        lines = [f"width {self.width}"]
+        for rate, losses in self.losses.items():
+            spread = self.spread(rate)
+            error = "" if spread is None else f" +- {spread:.4f}"
+            mark = "  best" if rate == self.best and math.isfinite(self.mean[rate]) else ""
+            each = "".join(f"{loss:9.4f}" for loss in losses)
+            lines.append(f"{rate:12.4g}{each}   mean {self.mean[rate]:.4f}{error}{mark}")
+        if self.optimum is None:
+            rates = " ".join(f"{rate:.4g}" for rate in self.missing())
+            lines.append(f"    not bracketed, the best rate is at an edge: extend by {rates}")
+        else:
+            noise = "" if self.optimum.stderr is None else f"; seeds alone: 2^{self.optimum.stderr:.2f}"
+            around = f"{self.optimum.learning_rate:.4g}, uncertain by 2^{self.optimum.uncertainty:.2f}{noise}"
+            lines.append(f"    optimum {around}")
+        return "\n".join(lines) + "\n"
+
 
 def vertex(x: Sequence[float], y: Sequence[float]) -> tuple[float, tuple[float, ...]]:
     """(where the parabola through three points is lowest, how far that moves per nat at each of them).
@@ -157,50 +175,105 @@ class Choice:
     width: int
 
 
-def curves(points: Iterable[Point]) -> list[Curve]:
-    """One curve per width, narrow to wide.
+@dataclass(frozen=True)
+class Transfer:
+    """The curves of a sweep, narrow to wide."""
 
-    Raises:
-        ValueError: a trial given twice, or a rate without the seeds that the others of its width have.
-    """
-    table: dict[int, dict[float, dict[int, float]]] = {}
-    for point in points:
-        cell = table.setdefault(point.width, {}).setdefault(point.learning_rate, {})
-        if point.seed in cell:
-            raise ValueError(f"width {point.width}, {point.learning_rate:g}, seed {point.seed} is there twice")
-        cell[point.seed] = point.loss
-    found = []
-    for width, rates in sorted(table.items()):
-        seeds = sorted({seed for cell in rates.values() for seed in cell})
-        if lacking := [rate for rate, cell in rates.items() if len(cell) < len(seeds)]:
-            raise ValueError(f"width {width}: the rates {lacking} lack some of the seeds {seeds}")
-        found.append(Curve(width, {rate: tuple(rates[rate][seed] for seed in seeds) for rate in sorted(rates)}))
-    return found
+    curves: tuple[Curve, ...]
+
+    @classmethod
+    def of(cls, points: Iterable[Point]) -> Transfer:
+        """Sort trials into curves.
+
+        Raises:
+            ValueError: a trial given twice, or a rate without the seeds that the others of its width have.
+        """
+        table: dict[int, dict[float, dict[int, float]]] = {}
+        for point in points:
+            cell = table.setdefault(point.width, {}).setdefault(point.learning_rate, {})
+            if point.seed in cell:
+                raise ValueError(f"width {point.width}, {point.learning_rate:g}, seed {point.seed} is there twice")
+            cell[point.seed] = point.loss
+        found = []
+        for width, rates in sorted(table.items()):
+            seeds = sorted({seed for cell in rates.values() for seed in cell})
+            if lacking := [rate for rate, cell in rates.items() if len(cell) < len(seeds)]:
+                raise ValueError(f"width {width}: the rates {lacking} lack some of the seeds {seeds}")
+            found.append(Curve(width, {rate: tuple(rates[rate][seed] for seed in seeds) for rate in sorted(rates)}))
+        return cls(tuple(found))
+
+    @property
+    def best_moved_log2(self) -> float:
+        """How far the best rate of the grid moves from the narrowest to the widest, in factors of 2."""
+        return math.log2(self.curves[-1].best / self.curves[0].best)
+
+    @property
+    def optimum_moved_log2(self) -> float | None:
+        """The same for the optima between the rates; None where one of the two is not bracketed."""
+        first, last = self.curves[0].optimum, self.curves[-1].optimum
+        return None if first is None or last is None else last.log2_rate - first.log2_rate
+
+    def regret(self, curve: Curve) -> float | None:
+        """Nats lost at the widest with the best rate of this one; None where that was not tried there."""
+        widest = self.curves[-1]
+        tried = widest.mean.get(curve.best)
+        return None if tried is None else tried - widest.mean[widest.best]
+
+    @property
+    def missing(self) -> list[float]:
+        """Rates to add until every width is bracketed."""
+        return sorted({rate for curve in self.curves for rate in curve.missing()})
+
+    @property
+    def choice(self) -> Choice | None:
+        """None unless every width is bracketed."""
+        widest, moved = self.curves[-1].optimum, self.optimum_moved_log2
+        if widest is None or moved is None or self.missing:
+            return None
+        around = max(widest.uncertainty, abs(moved))
+        low, high = (2.0 ** (widest.log2_rate + sign * around) for sign in (-1, 1))
+        return Choice(widest.learning_rate, low, high, self.curves[-1].width)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able; a loss or regret is None where a trial diverged."""
+        widths = [
+            {
+                "width": curve.width,
+                "losses": [
+                    {"learning_rate": rate, "by_seed": [_finite(loss) for loss in row], "spread": curve.spread(rate)}
+                    for rate, row in curve.losses.items()
+                ],
+                "best": curve.best,
+                "missing": list(curve.missing()),
+                "optimum": None
+                if curve.optimum is None
+                else {"learning_rate": curve.optimum.learning_rate, **vars(curve.optimum)},
+                "regret_at_widest": _finite(self.regret(curve)),
+            }
+            for curve in self.curves
+        ]
+        return {
+            "widths": widths,
+            "best_moved_log2": self.best_moved_log2,
+            "optimum_moved_log2": self.optimum_moved_log2,
+            "choice": None if self.choice is None else vars(self.choice),
+        }
+
+    def __str__(self) -> str:
+        lines = [str(curve) for curve in self.curves]
+        narrow, wide = self.curves[0], self.curves[-1]
+        if narrow is not wide:
+            moved = self.optimum_moved_log2
+            between = "" if moved is None else f", the optimum between the rates by {moved:+.2f}"
+            lines.append(
+                f"from width {narrow.width} to {wide.width} the best rate moves by {self.best_moved_log2:+.2f} factors "
+                f"of 2{between}"
+            )
+        for curve in self.curves[:-1]:
+            if (lost := self.regret(curve)) is not None:
+                lines.append(f"the best rate of width {curve.width} costs {lost:.4f} nats at width {wide.width}")
+        return "\n".join(lines)
 
 
-def moved_log2(found: Sequence[Curve]) -> float:
-    """How far the best rate of the grid moves from the narrowest to the widest, in factors of 2."""
-    return math.log2(found[-1].best / found[0].best)
-
-
-def vertex_moved_log2(found: Sequence[Curve]) -> float | None:
-    """The same for the optima between the rates; None where one of the two is not bracketed."""
-    first, last = found[0].optimum, found[-1].optimum
-    return None if first is None or last is None else last.log2_rate - first.log2_rate
-
-
-def regret(narrow: Curve, wide: Curve) -> float | None:
-    """Nats lost at the wide one with the best rate of the narrow one; None where that was not tried there."""
-    tried = wide.mean.get(narrow.best)
-    return None if tried is None else tried - wide.mean[wide.best]
-
-
-def choose(found: Sequence[Curve]) -> Choice | None:
-    """The rate to train with; None unless every width is bracketed."""
-    optima = [curve.optimum for curve in found]
-    widest, moved = optima[-1], vertex_moved_log2(found)
-    if widest is None or moved is None or None in optima:
-        return None
-    width = max(widest.uncertainty, abs(moved))
-    low, high = (2.0 ** (widest.log2_rate + sign * width) for sign in (-1, 1))
-    return Choice(widest.learning_rate, low, high, found[-1].width)
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value

@@ -23,6 +23,7 @@ from hfpretrain.mup.width import hidden_size, scale_width
 from hfpretrain.planning.critical_batch import loss_after, readings
 from hfpretrain.run_record import plain
 from hfpretrain.training.checkpoints import TRAINER_STATE
+from hfpretrain.training.run_length import RunLength, source_of
 
 SETTINGS, OUTCOME, EVALUATION = "trial.yaml", "outcome.json", "eval_results.json"
 # Where a trial runs and how fast, not what it computes: may differ between the launches of a sweep.
@@ -31,7 +32,7 @@ PLACE_AND_SPEED = {
     *("per_device_eval_batch_size", "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory"),
 }
 # What the sweep decides itself. Accumulation is derived; an access token has no business in a file.
-OWN = {"output_dir", "learning_rate", "seed", "gradient_accumulation_steps", "hub_token"}
+OWN = {"output_dir", "learning_rate", "seed", "eval_strategy", "gradient_accumulation_steps", "hub_token"}
 MUP = {"mup_base_width", "mup_base_config", "mup_overrides", "mup_weight_decay"}
 
 
@@ -113,10 +114,11 @@ def plan_trials(
     given = {name: value for name, value in given.items() if not (standard and name in MUP)}
     if not standard and not given.keys() & {"mup_base_width", "mup_base_config"}:
         given["mup_base_width"] = min(widths)
-    if "save_steps" not in given:
+    if not given.keys() & {"save_steps", "save_strategy"}:
         given["save_strategy"] = "no"
     else:
         given.setdefault("save_total_limit", 1)  # only to go on from
+    given["eval_strategy"] = "no"  # the end is scored all the same
     trials, problems = [], []
     for width in sorted(widths, reverse=True):
         try:
@@ -143,16 +145,17 @@ def overrides_at(model_args: ModelArguments, width: int) -> dict[str, Any]:
     own = load_config(**source, config_overrides=model_args.config_overrides)
     scaled = scale_width(own, Fraction(width, hidden_size(own))).to_dict()
     changed = {name: value for name, value in scaled.items() if own.to_dict().get(name) != value}
-    aliases = own.attribute_map
-    kept = {name: v for name, v in model_args.config_overrides.items() if aliases.get(name, name) not in changed}
+    kept = {n: v for n, v in model_args.config_overrides.items() if own.attribute_map.get(n, n) not in changed}
     overrides = kept | changed
-    rebuilt = load_config(**source, config_overrides=overrides).to_dict()
-    differing = [name for name in scaled if rebuilt.get(name) != scaled[name]]
-    if differing:
-        what = f"{type(own).__name__} at width {width} does not follow from config_overrides alone"
-        given = ", ".join(f"{name}: {rebuilt.get(name)} for {scaled[name]}" for name in differing)
-        raise ConfigError([Problem(what, given, "widths", "save a configuration of that width and give config_name")])
-    return overrides
+    for _ in range(2):  # some values follow from others unless they are given; muP's base keeps them, too
+        rebuilt = load_config(**source, config_overrides=overrides).to_dict()
+        differing = {name: value for name, value in scaled.items() if rebuilt.get(name) != value}
+        if not differing:
+            return overrides
+        overrides |= differing
+    what = f"{type(own).__name__} at width {width} does not follow from config_overrides alone"
+    given = ", ".join(f"{name}: {rebuilt.get(name)} for {value}" for name, value in differing.items())
+    raise ConfigError([Problem(what, given, "widths", "save a configuration of that width and give config_name")])
 
 
 def changed_settings(trials: Sequence[Trial]) -> list[Problem]:
@@ -173,6 +176,17 @@ def changed_settings(trials: Sequence[Trial]) -> list[Problem]:
         Problem(f"{len(found)} {what}", change, f"{found[0].folder / SETTINGS}", remedy)
         for change, found in by_change.items()
     ]
+
+
+def check_logging(data_args: DataArguments, args: PretrainArguments, run: RunLength) -> list[Problem]:
+    """Without held-out text a trial's loss is that of its last tenth, which log lines must tell from the rest."""
+    every = args.logging_steps if args.logging_steps >= 1 else math.ceil(args.logging_steps * run.num_steps)
+    if data_args.validation_fraction or data_args.eval_data or every <= run.num_steps / 10:
+        return []
+    what = "nothing is held out, and no log line is about the last tenth of a trial alone"
+    given = f"logging_steps={args.logging_steps:g} of {run.num_steps} steps"
+    remedy = "validation_fraction above 0, or logging_steps of at most a tenth of the steps"
+    return [Problem(what, given, source_of(args, "logging_steps"), remedy)]
 
 
 def record_outcome(trial: Trial, *, diverged: str = "") -> Outcome | None:
@@ -202,9 +216,21 @@ def record_outcome(trial: Trial, *, diverged: str = "") -> Outcome | None:
     return outcome
 
 
-def read_outcome(trial: Trial) -> Outcome:
-    """What `record_outcome` wrote."""
-    return Outcome(**json.loads((trial.folder / OUTCOME).read_text(encoding="utf-8")))
+def read_outcomes(trials: Sequence[Trial]) -> list[Outcome]:
+    """What `record_outcome` wrote.
+
+    Raises:
+        ConfigError: they were trained on different data.
+    """
+    outcomes = [Outcome(**json.loads((trial.folder / OUTCOME).read_text(encoding="utf-8"))) for trial in trials]
+    by_data: dict[str, list[Trial]] = {}
+    for trial, outcome in zip(trials, outcomes, strict=True):
+        by_data.setdefault(outcome.data_fingerprint, []).append(trial)
+    if len(by_data) > 1:
+        what = "trials in this folder were trained on different data, so they cannot be compared"
+        given = "; ".join(f"{len(found)} on {data}, such as {found[0].folder}" for data, found in by_data.items())
+        refuse([Problem(what, given, "outcome.json of the trials", "another --output_dir for today's data")])
+    return outcomes
 
 
 def _final_loss(trial: Trial, log: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
