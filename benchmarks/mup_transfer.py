@@ -12,20 +12,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hfpretrain.training.sweep import run_trials
 from machine import describe_machine
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "recipes"))
+import pretrain
 import tune_lr
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-WIDTHS, HEAD, ROW = (32, 64, 128, 256), 16, 256
-# In log2. They differ because the optima do: each form's has worse rates on both sides at every width.
-GRIDS = {"muP": range(-9, -2), "standard": range(-11, -3)}
+HEAD, ROW = 16, 256
+# Width -> log2 of its rates, seven for each. They differ because the optima do: all have worse rates on both sides.
+GRIDS = {
+    "muP": {width: range(-9, -2) for width in (32, 64, 128, 256)},
+    "standard": {32: range(-9, -2), 64: range(-10, -3), 128: range(-10, -3), 256: range(-11, -4)},
+}
 OVERRIDES = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -57,11 +63,19 @@ SETTINGS: dict[str, Any] = {
 
 
 def sweep(form: str, folder: Path, seeds: int) -> dict[str, Any]:
-    """The numbers of one form; trials that are not done are run."""
-    words = [str(word) for name, value in SETTINGS.items() for word in (f"--{name}", value)]
-    words += ["--output_dir", str(folder / form.lower()), "--seeds", str(seeds), "--widths", *map(str, WIDTHS)]
-    words += ["--learning_rates", *(repr(2.0**power) for power in GRIDS[form])]
-    return tune_lr.main([*words, *(["--standard"] if form == "standard" else [])])
+    """The numbers of one form; trials that are not done are run, all widths at one seed before the next."""
+    run = [str(word) for name, value in SETTINGS.items() for word in (f"--{name}", value)]
+    run += ["--output_dir", str(folder / form.lower()), "--seeds", str(seeds)]
+    run += ["--standard"] if form == "standard" else ["--mup_base_width", str(OVERRIDES["hidden_size"])]
+    trials = []
+    for width, powers in GRIDS[form].items():
+        rates = [repr(2.0**power) for power in powers]
+        trials += tune_lr.plan(*tune_lr.read([*run, "--widths", str(width), "--learning_rates", *rates]))[0]
+    trials.sort(key=lambda trial: (trial.seed, -trial.width))
+    run_trials(trials, pretrain.main, rank=0)
+    found, transfer = tune_lr.summarise(trials, standard=form == "standard")
+    print(f"\n{form}\n\n{transfer}")
+    return found
 
 
 def same_at_base(forms: Mapping[str, Mapping[str, Any]]) -> int:
@@ -81,17 +95,20 @@ def same_at_base(forms: Mapping[str, Mapping[str, Any]]) -> int:
 
 def table(found: Mapping[str, Any]) -> list[str]:
     """Markdown: mean loss per width and rate (log2), the best in bold, and the regret at the widest."""
-    rates = [row["learning_rate"] for row in found["widths"][0]["losses"]]
-    lines = ["| width | " + " | ".join(f"{rate:.3g}" for rate in rates) + " | optimum | regret at the widest |"]
+    rates = sorted({row["learning_rate"] for width in found["widths"] for row in width["losses"]})
+    lines = [
+        "| width | " + " | ".join(f"2^{math.log2(rate):g}" for rate in rates) + " | optimum | regret at the widest |"
+    ]
     lines.append("|" + "---|" * (len(rates) + 3))
     for width in found["widths"]:
+        losses = {row["learning_rate"]: row["by_seed"] for row in width["losses"]}
         cells = []
-        for row in width["losses"]:
-            lost = None in row["by_seed"]
-            cell = "diverged" if lost else f"{sum(row['by_seed']) / len(row['by_seed']):.3f}"
-            cells.append(f"**{cell}**" if row["learning_rate"] == width["best"] else cell)
+        for rate in rates:
+            by_seed = losses.get(rate, ())
+            cell = "diverged" if None in by_seed else f"{sum(by_seed) / len(by_seed):.3f}" if by_seed else ""
+            cells.append(f"**{cell}**" if rate == width["best"] else cell)
         optimum, regret = width["optimum"], width["regret_at_widest"]
-        cells.append("not bracketed" if optimum is None else f"{optimum['learning_rate']:.2g}")
+        cells.append("not bracketed" if optimum is None else f"2^{optimum['log2_rate']:.2f}")
         cells.append("" if regret is None else f"{regret:.3f}")
         lines.append(f"| {width['width']} | " + " | ".join(cells) + " |")
     return lines
@@ -107,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     forms = {form: sweep(form, args.folder, args.seeds) for form in args.forms}
     if len(forms) < len(GRIDS):
         return
-    print(f"\nequal to the last bit at width {WIDTHS[0]}: {same_at_base(forms)} rates\n")
+    print(f"\nequal to the last bit at width {OVERRIDES['hidden_size']}: {same_at_base(forms)} rates\n")
     about = describe_machine(("torch", "transformers"))
     for form, found in forms.items():
         print(f"{form}: the best rate moves by {found['best_moved_log2']:+g} factors of 2\n")

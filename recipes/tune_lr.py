@@ -41,6 +41,31 @@ from hfpretrain.training.trials import Trial, changed_settings, check_logging, p
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     # 1. Which trials, and everything about them that cannot be.
     options, run_flags = read(argv)
+    trials, rank = plan(options, run_flags)
+
+    # 2. Run those that are not done.
+    run_trials(trials, pretrain.main, rank=rank)
+
+    # 3. What they say.
+    found, transfer = summarise(trials, standard=options.standard)
+    if rank == 0:
+        print(
+            f"\n{found['form']}, {found['measured']} in nats, seeds {found['seeds']}\n\n{transfer}\n\n{verdict(found)}"
+        )
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if options.png:
+            draw([found], options.png)
+    return found
+
+
+def plan(options: argparse.Namespace, run_flags: list[str]) -> tuple[list[Trial], int]:
+    """(the trials in their order, this process's rank).
+
+    Raises:
+        ConfigError: everything that cannot be about the run, the sweep or the trials that are there already.
+    """
     model_args, data_args, args = parse(run_flags)
     run = check_start(data_args, args)
     refuse(check(options, model_args, args) + check_logging(data_args, args, run))
@@ -54,22 +79,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         standard=options.standard,
     )
     refuse(from_first_rank(changed_settings(trials)))
-
-    # 2. Run those that are not done.
-    run_trials(trials, pretrain.main, rank=args.process_index)
-
-    # 3. What they say.
-    found, transfer = summarise(trials, standard=options.standard)
-    if args.process_index == 0:
-        print(
-            f"\n{found['form']}, {found['measured']} in nats, seeds {found['seeds']}\n\n{transfer}\n\n{verdict(found)}"
-        )
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        if options.png:
-            draw([found], options.png)
-    return found
+    return trials, args.process_index
 
 
 def read(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
