@@ -7,7 +7,7 @@ All other flags are those of pretrain.py, and so is each trial: data, batch, sch
 (all widths in proportion), learning rate and seed are the trial's, which is scored at its end only. Each has a folder,
 output_dir/width-64/lr-0.002/seed-42, with its log.txt and a trial.yaml that pretrain.py runs alone. Under `accelerate
 launch` all ranks run the trials one after another. The same command goes on with a sweep that was stopped; with more
-rates or seeds it runs those only.
+rates or seeds it runs those only. Of a finished trial all but trial.yaml and outcome.json may be deleted.
 
 The muP base is the run's, else the smallest proxy. `--standard` is the control: no muP, one rate for all parameters.
 A short run prefers higher rates than a long one: give the trials the run's own length where you can.
@@ -122,6 +122,8 @@ def check(options: argparse.Namespace, model_args: ModelArguments, args: Pretrai
             "preflight_only",
             "pretrain.py --preflight_only, with the trial.yaml of a trial or with the run's files",
         )
+    if args.push_to_hub:
+        add("trials are no models to publish", "push_to_hub", "leave push_to_hub out")
     if options.png:
         with contextlib.suppress(ImportError):
             import matplotlib  # noqa: F401

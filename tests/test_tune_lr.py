@@ -188,6 +188,30 @@ def test_overrides_give_the_scaled_configuration(model_type: str) -> None:
     assert rebuilt.hidden_size == 2 * own.hidden_size
 
 
+def test_overrides_on_a_saved_configuration(tmp_path: Path) -> None:
+    own = load_config(model_type="llama", config_overrides=SIZES | {"num_key_value_heads": 2, "vocab_size": 99})
+    own.save_pretrained(tmp_path)
+    given = {"num_hidden_layers": 3}
+    overrides = overrides_at(ModelArguments(config_name=str(tmp_path), config_overrides=given), 32)
+    rebuilt = load_config(config_name=str(tmp_path), config_overrides=overrides)
+    names = ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size")
+    assert [getattr(rebuilt, name) for name in names] == [32, 16, 2, 1, 3, 99]
+
+
+def test_a_trial_file_says_what_the_run_said(tmp_path: Path) -> None:
+    """Read back by pretrain.py's own parser: the same values, `none` and small numbers too."""
+    unset = ["--report_to", "none", "--save_total_limit", "none"]
+    given = parse([*run_flags(tmp_path), "--weight_decay", "1e-5", *unset])
+    (trial,) = plan_trials(*given, widths=[64], learning_rates=[1e-5], seeds=1, standard=True)
+    again = parse(["--config", str(trial.write())])
+    assert again[2].learning_rate == 1e-5
+    assert again[0].config_overrides == given[0].config_overrides
+    assert vars(again[1]) == vars(given[1])
+    before, after = ({**vars(args)} for args in (given[2], again[2]))
+    changed = {name for name, value in before.items() if name in given[2].sources and value != after[name]}
+    assert changed <= {"output_dir", "learning_rate", "eval_strategy", "do_eval"}
+
+
 def test_time_left() -> None:
     assert remaining_seconds([256, 64, 64], {256: [100.0, 120.0], 128: [30.0]}) == 330.0  # 64: as long as 256, still
     assert remaining_seconds([64, 128], {256: [100.0], 64: [10.0], 128: [30.0]}) == 40.0

@@ -42,7 +42,7 @@ def run_trials(trials: Sequence[Trial], train: Callable[[list[str]], None], *, r
         diverged = run_trial(trial, train, rank=rank)
         outcome = from_first_rank(record_outcome(trial, diverged=diverged) if rank == 0 else None)
         if outcome is None:
-            raise SystemExit(f"{trial} was stopped; the same command goes on")
+            raise SystemExit(f"{trial} was stopped; the same command goes on" if rank == 0 else 1)
         seconds.setdefault(trial.width, []).append(time.monotonic() - started)
         left = remaining_seconds([trials[later].width for later in todo[position + 1 :]], seconds)
         result = f"diverged, {outcome.why}" if outcome.loss is None else f"{outcome.loss:.4f} nats"

@@ -111,7 +111,8 @@ def plan_trials(
     """
     fields = {**plain(model_args), **plain(data_args), **plain(args)}
     given = {name: fields[name] for name, source in args.sources.items() if source != "default" and name not in OWN}
-    given = {name: value for name, value in given.items() if not (standard and name in MUP)}
+    # `report_to: none` has become an empty list, which a file cannot say; it is the default.
+    given = {name: value for name, value in given.items() if value != [] and not (standard and name in MUP)}
     if not standard and not given.keys() & {"mup_base_width", "mup_base_config"}:
         given["mup_base_width"] = min(widths)
     if not given.keys() & {"save_steps", "save_strategy"}:
@@ -208,7 +209,7 @@ def record_outcome(trial: Trial, *, diverged: str = "") -> Outcome | None:
         log = json.loads(state.read_text(encoding="utf-8"))["log_history"]
         loss, measured = _final_loss(trial, log)
         first = next(line["loss"] for line in log if "loss" in line)
-        why = f"{loss:.4f} nats at the end, {first:.4f} at the start" if loss > first else ""
+        why = "" if loss <= first else f"{loss:.4f} nats at the end, {first:.4f} at the start"  # NaN, too
         outcome = Outcome(None if why else loss, measured, why, *about)
     beside = trial.folder / f"{OUTCOME}.partial"
     beside.write_text(json.dumps(vars(outcome), indent=2) + "\n", encoding="utf-8")
