@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # One folder for all launches of all sessions: DeepSpeed compiles a small op into it once (about 40 s).
@@ -62,6 +66,30 @@ def launch(topology: str, script: Path | str, *arguments: str, timeout: float = 
     )
     assert done.returncode == 0, f"{topology} exited with {done.returncode}:\n{done.stdout[-6000:]}"
     return done.stdout
+
+
+def kill_when(run: list[str], folder: Path, *, log: Path) -> None:
+    """SIGKILL for the launcher and all ranks as soon as a folder stands there.
+
+    The launcher gives each rank a session of its own: killed with its process group alone, ranks would run to the end.
+    """
+    with (
+        log.open("wb") as out,  # a pipe that nobody reads would fill up and stop the run
+        subprocess.Popen(
+            run, cwd=REPOSITORY, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        ) as process,
+    ):
+        deadline = time.monotonic() + 300
+        while not folder.is_dir():
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.005)
+        launcher = psutil.Process(process.pid)
+        family = [launcher, *launcher.children(recursive=True)]
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=60)
 
 
 def free_port() -> int:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from launching import REPOSITORY, command, environment, launch, remove_stale_build_locks
+from launching import command, kill_when, launch, remove_stale_build_locks
 from runs import RECIPE, arguments, curve, weights_hash, write_text
 
 pytestmark = pytest.mark.distributed
@@ -28,7 +24,8 @@ def test_killed_and_repeated_run_is_the_uninterrupted_one(topology: str, tmp_pat
     # With muP the trainer compares the engine's rates with muP's ratios at every log line, after the resume as well.
     changes: dict[str, Any] = {"mup_base_width": 16} if topology == "zero3" else {}
     first = launch(topology, RECIPE, *arguments(tmp_path, output_dir=straight, **changes))
-    kill_after(command(topology, RECIPE, *arguments(tmp_path, output_dir=broken, **changes)), broken / "checkpoint-6")
+    run = command(topology, RECIPE, *arguments(tmp_path, output_dir=broken, **changes))
+    kill_when(run, broken / "checkpoint-6", log=tmp_path / "broken.log")
     assert not (broken / "checkpoint-12").exists(), "it was not interrupted"
     output = launch(topology, RECIPE, *arguments(tmp_path, output_dir=broken, **changes))
     assert ("muP from base width 16 to 32" in first) == bool(changes)
@@ -41,23 +38,6 @@ def test_killed_and_repeated_run_is_the_uninterrupted_one(topology: str, tmp_pat
     assert curve(straight)[-1]["epoch"] > 2  # the kill fell into the second epoch's data
     assert json.loads((broken / "run.json").read_text())["earlier_launches"][0]["was"] == {}
     loads_in_stock_transformers(straight)
-
-
-def kill_after(run: list[str], checkpoint: Path) -> None:
-    """SIGKILL for the launcher and all ranks as soon as a checkpoint stands there."""
-    log = checkpoint.parent.with_suffix(".log")
-    with (
-        log.open("wb") as out,  # a pipe that nobody reads would fill up and stop the run
-        subprocess.Popen(
-            run, cwd=REPOSITORY, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        ) as process,
-    ):
-        deadline = time.monotonic() + 300
-        while not checkpoint.is_dir():
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.005)
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def loads_in_stock_transformers(run: Path) -> None:
