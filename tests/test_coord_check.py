@@ -98,9 +98,10 @@ def test_what_a_module_is_fed_with() -> None:
 
 
 # What muP puts into an activation on purpose, or cannot help: the gain before a tied head in the last layer (bart) and
-# inside of the head (bert), an embedding that is multiplied by sqrt(width) later (ctrl), a low rank without a norm
-# (axk2), a norm's output times sqrt(width) (dots3_note_text), sizes in a part of the configuration (dbrx).
-@pytest.mark.parametrize("model_type", ["bart", "bert", "ctrl", "axk2", "dots3_note_text", "dbrx"])
+# inside of the head (bert), an embedding that is multiplied by sqrt(width) later (ctrl) or before a norm (plbart), a
+# low rank without a norm (axk2), a norm's output times sqrt(width) (dots3_note_text), sizes in a part of the
+# configuration (dbrx).
+@pytest.mark.parametrize("model_type", ["bart", "bert", "ctrl", "plbart", "axk2", "dots3_note_text", "dbrx"])
 def test_architectures_that_need_it(model_type: str) -> None:
     config = tiny_config(model_type)
     assert coord_check(config, widths=(64, 256), steps=2).fault == ""

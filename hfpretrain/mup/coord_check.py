@@ -102,7 +102,7 @@ def coord_check(
             if not standard:
                 apply(model, cast(MupSpec, spec))
             tokens = probe_tokens(scaled, rows=ROWS, tokens=TOKENS, seed=seed)
-            for kind, of_kind in _train(model, None if standard else spec, tokens, steps, width, lr).items():
+            for kind, of_kind in _train(model, None if standard else spec, seen, tokens, steps, width, lr).items():
                 records[kind].append(of_kind)
     assert spec is not None
     slopes: dict[str, Slope] = {}
@@ -128,12 +128,13 @@ def _roles(kind: str, spec: MupSpec) -> tuple[str, ...]:
 
 
 def _factors(
-    model: PreTrainedModel, spec: MupSpec, tokens: Tensor, before: Mapping[str, Activation]
+    model: PreTrainedModel, spec: MupSpec, seen: Study, tokens: Tensor, before: Mapping[str, Activation]
 ) -> dict[str, float]:
     """Module name -> a factor that muP puts into its output for what follows to take out: not for it to answer for.
 
     The gain before a tied head holds the readout's 1/width; whatever doubles with it, up to the head, has it too. And
-    an embedding that is multiplied by a power of the width further on is smaller by that power.
+    where token embeddings are multiplied by a power of the width, what counts is what they are when they reach the
+    first block: a power that comes later is missing here (CTRL), one that a norm takes out again is too much (PLBart).
     """
     factors: dict[str, float] = {}
     scalings = {name: spec.of(name) for name, _ in model.named_parameters()}
@@ -144,13 +145,20 @@ def _factors(
         up_to_head = itertools.takewhile(lambda name: name != head, before)
         factor = scalings[gains[0]].multipliers.init
         factors |= {name: factor for name in up_to_head if is_twice(twice[name].output, before[name].output)}
-    embedding = model.get_input_embeddings()
+    embedding = cast(nn.Embedding, model.get_input_embeddings())
     name = next((name for name, module in model.named_modules() if module is embedding), "")
-    weight = cast(nn.Embedding, embedding).weight
-    if name in before and torch.equal(before[name].output, weight.detach()[tokens]):  # not multiplied by itself
-        factor = scalings[next(n for n, p in model.named_parameters() if p is weight)].multipliers.lr
-        factors |= {n: factor for n, seen in before.items() if torch.equal(seen.output, before[name].output)}
+    if name in before and seen.embedding_exponent is not None:
+        rate = scalings[next(n for n, p in model.named_parameters() if p is embedding.weight)].multipliers.lr
+        factor = rate * _own_gain(model, tokens) / _own_gain(seen.small, tokens)
+        factors |= {n: factor for n, found in before.items() if torch.equal(found.output, before[name].output)}
     return factors
+
+
+def _own_gain(model: PreTrainedModel, tokens: Tensor) -> float:
+    """What the embedding module multiplies its rows with."""
+    embedding = cast(nn.Embedding, model.get_input_embeddings())
+    with torch.no_grad():
+        return float(embedding(tokens).norm() / embedding.weight[tokens].norm())
 
 
 def _groups(model: PreTrainedModel, spec: MupSpec | None, lr: float) -> list[dict[str, Any]]:
@@ -164,11 +172,11 @@ def _groups(model: PreTrainedModel, spec: MupSpec | None, lr: float) -> list[dic
 
 
 def _train(
-    model: PreTrainedModel, spec: MupSpec | None, tokens: Tensor, steps: int, width: int, lr: float
+    model: PreTrainedModel, spec: MupSpec | None, seen: Study, tokens: Tensor, steps: int, width: int, lr: float
 ) -> dict[str, Sizes]:
     optimizer = torch.optim.AdamW(_groups(model, spec, lr), lr=lr, weight_decay=0.0)
     before = activations(model, tokens)
-    factors = {} if spec is None else _factors(model, spec, tokens, before)
+    factors = {} if spec is None else _factors(model, spec, seen, tokens, before)
     for _ in range(steps):
         logits = model(input_ids=tokens).logits
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
