@@ -28,7 +28,7 @@ from hfpretrain.model_counts import NotCountable, count_model
 from hfpretrain.planning import budget, storage
 from hfpretrain.planning.figures import Figure
 from hfpretrain.planning.flops import PEAK_FLOPS, TokenCost, peak_flops, token_cost
-from hfpretrain.planning.memory import MemoryEstimate, Placement, device_bytes
+from hfpretrain.planning.memory import Fit, MemoryEstimate, Placement, device_bytes, largest_on_line
 from hfpretrain.preflight import check_model
 from hfpretrain.training.batch_ramp import batch_lr_factor
 from hfpretrain.training.run_length import RunLength, derive
@@ -285,11 +285,30 @@ def memory_figures(values: SimpleNamespace, estimate: MemoryEstimate) -> tuple[l
     figures, notes = estimate.figures(), [f"memory leaves out {what}" for what in estimate.left_out]
     if size is None:
         return figures, [*notes, f"the memory of {values.device} is not known here: give --device_memory_gb"]
-    fit = estimate.fits(size)
+    fit = Fit(estimate, size, estimate.peak_bytes, _largest_micro_batch(estimate, size))
     figures.append(
         Figure("device_memory", size, "bytes", "of one device", "data sheet" if asked is None else "as given")
     )
     return figures + fit.figures(), [f"memory {fit}", *notes]
+
+
+def _largest_micro_batch(estimate: MemoryEstimate, size: int) -> int | None:
+    """`estimate.largest_micro_batch` in three passes at the most: its line, and a pass that says whether it fits.
+
+    A pass of a model of billions takes seconds, and the search for the very last row ten of them. None without a pass.
+    """
+    if estimate.activations is None or estimate.measure is None:
+        return None
+    rows = estimate.activations.rows
+    peaks = {n: estimate.with_rows(n).peak_bytes for n in (2 * rows,)} | {rows: estimate.peak_bytes}
+    guess = largest_on_line(sorted(peaks.items()), size, default=rows)
+    if guess < 1:
+        return 0
+    peaks[guess] = estimate.with_rows(guess).peak_bytes
+    if peaks[guess] <= size:
+        return guess
+    fitting = [n for n, peak in peaks.items() if peak <= size]
+    return max(fitting, default=0) if guess > 1 else 0
 
 
 def stage_of(values: SimpleNamespace) -> int | None:

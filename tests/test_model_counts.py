@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hfpretrain.model_counts import ROLES, ModelCounts, NotCountable, count_model
+from hfpretrain.planning.compute import over_training
 from hfpretrain.planning.flops import token_cost
 from hfpretrain.small_models import tiny_config
 
@@ -81,6 +82,14 @@ def test_roles_of_a_llama_by_hand() -> None:
     tied = count_model(config)
     assert tied.tied
     assert parameters_of(tied) == {role: count for role, count in expected.items() if role != "embedding"}
+
+
+def test_a_large_model_is_counted_without_its_memory() -> None:
+    """The default LlamaConfig is LLaMA 7B: 27 GB that are not allocated; on LLaMA-2's 2T tokens 14.84 times 20 N."""
+    counts = count_model(LlamaConfig())
+    assert counts.parameters == 6_738_415_616
+    assert over_training(counts.parameters, 2e12) == pytest.approx(14.84, abs=0.005)
+    assert counts.of("attention").parameters + counts.of("mlp").parameters == 6_476_005_376
 
 
 def test_experts_count_for_those_that_a_token_meets() -> None:

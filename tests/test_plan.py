@@ -200,13 +200,6 @@ def test_attention_inside_documents_and_windows(capsys: pytest.CaptureFixture[st
     assert scores(*mistral, name="forward_attention_scores_window_16") == pytest.approx(16 - 16**2 / 2 / 128)
 
 
-def test_a_large_model_is_counted_without_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    """The default LlamaConfig is LLaMA 7B; on LLaMA-2's 2T tokens."""
-    values = values_of(["--model_type", "llama", "--total_tokens", "2T"], capsys)
-    assert values["parameters"] == 6_738_415_616
-    assert values["over_training"] == pytest.approx(14.84, abs=0.005)
-
-
 def test_experts_and_what_cannot_be_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Mixtral by roles; dbrx, whose experts loop over values, by the rule of pretrain.py's MFU, and it says so."""
     small = ["--total_tokens", "1M", *ROWS, "--tokenizer_name", "bytes"]
@@ -241,15 +234,15 @@ def test_memory_of_a_bare_number_is_the_first_documents_sixteen_bytes(capsys: py
 
 
 def test_memory_of_a_counted_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """The largest micro-batch fits a device of 40 MB and one row more does not; ZeRO 1 on 4 ranks keeps a quarter."""
+    """The largest micro-batch fits a device of 40 MB and a tenth more does not; ZeRO 1 on 4 ranks keeps a quarter."""
     device = ["--device_memory_gb", "0.04", "--per_device_train_batch_size"]
     values = values_of([*SMALL, *device, "1"], capsys)
     assert values["memory_weights"] == 4 * values["parameters"]
     assert values["memory_optimizer_state"] == 8 * values["parameters"] + 4 * (2 * 9 + 3)  # and a counter a tensor
     rows = values["largest_micro_batch"]
-    assert rows > 1
+    assert rows > 10
     assert values_of([*SMALL, *device, str(rows)], capsys)["memory_margin"] >= 0
-    assert values_of([*SMALL, *device, str(rows + 1)], capsys)["memory_margin"] < 0
+    assert values_of([*SMALL, *device, str(rows + -(-rows // 10))], capsys)["memory_margin"] < 0
     sharded = values_of([*SMALL, "--zero_stage", "1", "--world_size", "4", "--bf16", "true"], capsys)
     assert sharded["memory_weights"] == 2 * values["parameters"]
     assert sharded["memory_optimizer_state"] == pytest.approx(8 * values["parameters"] / 4, rel=1e-3)
