@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import set_zero3_state
 
-from hfpretrain.activation_memory import NotMeasurableError, pass_memory, without_memory
+from hfpretrain.activation_memory import NotMeasurableError, operations_on, pass_memory, without_memory
 from hfpretrain.attention import TORCH_VARLEN, register_torch_varlen
 from hfpretrain.errors import refuse
 from hfpretrain.loss import FusedLoss
@@ -123,7 +123,7 @@ class _Measure:
             fused = FusedLoss(model, z_loss_weight=1e-4)
             if self.fused_loss and fused.head is not None:
                 kernel = partial(head_sums, chunk_bytes=_CHUNK_BYTES[self.device])
-                stack.enter_context(fused.on_trial(LogitTransform(), kernel))
+                stack.enter_context(fused.on_trial(_transform(model, fused), kernel))
             else:
                 fused.verdict = Verdict("logits", "asked for")
             tokens = torch.zeros(rows, self.sequence_length, dtype=torch.int64)
@@ -171,6 +171,19 @@ def _build(config: PreTrainedConfig, device: torch.device, attention: str | None
     model.tie_weights()
     model.config.use_cache = False
     return model
+
+
+def _transform(model: PreTrainedModel, fused: FusedLoss) -> LogitTransform:
+    """Whether the model caps its logits: does it take a tanh of what its head answers? The bound does not matter here.
+
+    A scale works in place and takes no memory.
+    """
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    try:
+        seen = operations_on(fused.vocabulary, lambda: fused.hidden_states(model, {"input_ids": tokens}))
+    except Exception:  # the pass itself will say why
+        return LogitTransform()
+    return LogitTransform(softcap=1.0 if "tanh" in seen else None)
 
 
 def _head_weight(model: PreTrainedModel) -> Any:

@@ -102,8 +102,8 @@ class MemoryEstimate:
         for live, done, of_loss in points:
             extra = {
                 "gathered": own.gathered,
-                "communication": own.communication,
-                "gradients": own.gradients_kept + own.gradient_bytes * done,
+                "communication": own.communication if done else 0,
+                "gradients": own.gradients_before + own.gradient_bytes * done + (own.gradients_kept if done else 0),
                 "activations": live - of_loss,
                 "loss": of_loss,
             }

@@ -170,8 +170,9 @@ class Held:
     Attributes:
         device, host: component -> bytes that lie there between two steps.
         gathered: whole weights at once in a forward or backward pass, beyond those in `device` (ZeRO 3).
-        communication: buffers that exist during a backward pass.
-        gradients_kept: gradients that lie on the device during the whole of a micro-batch.
+        gradients_before: of earlier micro-batches, there from the start.
+        gradients_kept, communication: there as soon as the backward pass has made its first gradient: where they are
+            put, and the buffers in which they are reduced.
         gradient_bytes: what each value of a gradient adds as the backward pass makes it.
         end_of_backward: beyond `device`, when gradients are reduced after the backward pass.
         update: beyond `device`, at the most in the optimizer's step.
@@ -180,8 +181,9 @@ class Held:
     device: dict[str, int] = field(default_factory=dict)
     host: dict[str, int] = field(default_factory=dict)
     gathered: int = 0
-    communication: int = 0
+    gradients_before: int = 0
     gradients_kept: int = 0
+    communication: int = 0
     gradient_bytes: int = 0
     end_of_backward: int = 0
     update: int = 0
@@ -217,7 +219,7 @@ def _replicated(model: Model, placement: Placement, optimizer: str, micro_batche
     several = placement.world_size > 1
     out.device["communication"] = 4 * trained if placement.zero_stage is None and several else 0
     if micro_batches > 1:
-        out.gradients_kept = b * trained
+        out.gradients_before = b * trained
     else:
         out.gradient_bytes = b
     if placement.zero_stage == 0:
@@ -245,28 +247,35 @@ def _zero12(model: Model, placement: Placement, optimizer: str, micro_batches: i
     on = out.host if placement.offload_optimizer else out.device
     on["master_weights"] = 4 * sum(partitions)
     on["optimizer_state"] = state
-    buckets = 2 if placement.overlap_comm else 1
-    in_flight = b * min(placement.reduce_bucket_values, trained)  # flattened once more to be reduced
-    in_flight = max(in_flight, b * model.largest if model.largest > placement.reduce_bucket_values else 0)
-    bucket_bytes = buckets * b * placement.reduce_bucket_values
-    out.communication = bucket_bytes + in_flight
+    bucket = b * placement.reduce_bucket_values * (2 if placement.overlap_comm else 1)
+    in_flight = _in_flight(model, placement)
     if placement.offload_optimizer:
         out.host["gradients"] = 4 * sum(partitions) + (b * touched if micro_batches > 1 else 0)
         out.host["communication"] = b * sum(partitions) + b * model.largest
         out.device["communication"] = b * model.largest
+        touched = 0
     else:
-        out.gradients_kept = b * touched * (2 if micro_batches > 1 else 1)
-        largest = max(partitions, default=0)
-        out.update = b * touched + max(largest * (4 + (b if b != 4 else 0)), 4 * model.largest if b != 4 else 0)
-    if placement.zero_stage == 1:
-        out.gradients_kept = 0 if placement.offload_optimizer else out.gradients_kept
+        flat = max(partitions, default=0)
+        out.update = b * touched + (4 * flat if b == 4 else max((4 + b) * flat, 4 * model.largest))
+    if placement.zero_stage == 2:
+        out.gradients_before = b * touched if micro_batches > 1 else 0
+        out.gradients_kept = b * touched
+        out.communication = bucket + in_flight
+    else:  # all gradients are made first, then moved into the bucket one after another
         if micro_batches > 1:
-            out.gradients_kept = max(out.gradients_kept, b * trained)
+            out.gradients_before = b * trained
         else:
-            out.gradient_bytes, out.gradients_kept = b, 0
-        out.end_of_backward = b * (trained + touched) + bucket_bytes + in_flight
-        out.communication = bucket_bytes
+            out.gradient_bytes = b
+        out.communication = bucket
+        out.end_of_backward = b * (trained + touched) + bucket + in_flight
     return out
+
+
+def _in_flight(model: Model, placement: Placement) -> int:
+    """Gradients on their way: a full bucket is copied flat; one that exceeds the bucket waits outside of it."""
+    trained = sum(p.values for p in model.trained)
+    large = model.largest if model.largest > placement.reduce_bucket_values else 0
+    return placement.weight_bytes * (max(min(placement.reduce_bucket_values, trained), large) + large)
 
 
 def _zero3(model: Model, placement: Placement, optimizer: str, micro_batches: int) -> Held:
@@ -297,8 +306,7 @@ def _zero3(model: Model, placement: Placement, optimizer: str, micro_batches: in
     on["gradients"] = g * sum(partitions)
     out.device["communication"] = b * placement.reduce_bucket_values
     out.gathered = b * (fetched + ahead)
-    trained = sum(p.values for p in model.trained)
-    out.communication = b * max(min(placement.reduce_bucket_values, trained), model.largest)
+    out.communication = _in_flight(model, placement)
     if placement.offload_optimizer:
         out.host["gradients"] += 4 * sum(partitions)
         out.update = b * model.largest
