@@ -18,7 +18,7 @@ ALLOWED = {
     "mup": {"initialisation", "model"},
 }
 PURE = [
-    *("bpb.windows", "bpb.compare", "bpb.coders", "data.packing", "data.order", "errors", "mup.rules"),
+    *("bpb.windows", "bpb.compare", "bpb.coders", "data.packing", "data.order", "errors", "mup.rules", "mup.transfer"),
     *("training.schedule", "training.batch_ramp", "training.adaptive_ramp", "training.noise_estimate"),
     *("planning.flops", "planning.budget", "planning.scaling_laws", "planning.critical_batch"),
 ]
