@@ -191,6 +191,7 @@ def draw(forms: Sequence[Mapping[str, Any]], path: Path) -> None:
 if __name__ == "__main__":
     # DeepSpeed calls collectives by names that torch 2.13 calls old, once per bucket and step.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*torch\.distributed\.\w+` is deprecated")
+    status: int | str
     try:
         status = 0 if main()["choice"] is not None else 1
     except (ConfigError, SourceError) as error:
