@@ -49,9 +49,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     # 3. What they say.
     found, transfer = summarise(trials, standard=options.standard)
     if rank == 0:
-        print(
-            f"\n{found['form']}, {found['measured']} in nats, seeds {found['seeds']}\n\n{transfer}\n\n{verdict(found)}"
-        )
+        print(f"\n{found['form']}, {found['measured']} in nats, seeds {found['seeds']}\n")
+        print(f"{transfer}\n\n{verdict(found)}")
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -116,12 +115,8 @@ def check(options: argparse.Namespace, model_args: ModelArguments, args: Pretrai
     if args.resume_from_checkpoint != "auto":
         add("trials go on from their own checkpoints", args.resume_from_checkpoint, "leave resume_from_checkpoint out")
     if args.preflight_only:
-        what = "a sweep has no preflight of its own"
-        add(
-            what,
-            "preflight_only",
-            "pretrain.py --preflight_only, with the trial.yaml of a trial or with the run's files",
-        )
+        remedy = "pretrain.py --preflight_only, with the run's files or with a trial.yaml"
+        add("a sweep has no preflight of its own", "preflight_only", remedy)
     if args.push_to_hub:
         add("trials are no models to publish", "push_to_hub", "leave push_to_hub out")
     if options.png:
@@ -191,6 +186,7 @@ def draw(forms: Sequence[Mapping[str, Any]], path: Path) -> None:
 if __name__ == "__main__":
     # DeepSpeed calls collectives by names that torch 2.13 calls old, once per bucket and step.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*torch\.distributed\.\w+` is deprecated")
+    status: int | str
     try:
         status = 0 if main()["choice"] is not None else 1
     except (ConfigError, SourceError) as error:

@@ -19,7 +19,7 @@ ALLOWED = {
     "model_counts": {"model"},
 }
 PURE = [
-    *("bpb.windows", "bpb.compare", "bpb.coders", "data.packing", "data.order", "errors", "mup.rules"),
+    *("bpb.windows", "bpb.compare", "bpb.coders", "data.packing", "data.order", "errors", "mup.rules", "mup.transfer"),
     *("training.schedule", "training.batch_ramp", "training.adaptive_ramp", "training.noise_estimate"),
     *(f"planning.{path.stem}" for path in sorted((PACKAGE / "planning").glob("[!_]*.py"))),
 ]

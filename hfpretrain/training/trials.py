@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,14 +143,14 @@ def overrides_at(model_args: ModelArguments, width: int) -> dict[str, Any]:
     Raises:
         ConfigError: the width is none of this model's, or its configuration does not follow overrides.
     """
-    source = {"model_type": model_args.model_type, "config_name": model_args.config_name}
-    own = load_config(**source, config_overrides=model_args.config_overrides)
+    configuration = partial(load_config, model_type=model_args.model_type, config_name=model_args.config_name)
+    own = configuration(config_overrides=model_args.config_overrides)
     scaled = scale_width(own, Fraction(width, hidden_size(own))).to_dict()
     changed = {name: value for name, value in scaled.items() if own.to_dict().get(name) != value}
     kept = {n: v for n, v in model_args.config_overrides.items() if own.attribute_map.get(n, n) not in changed}
     overrides = kept | changed
     for _ in range(2):  # some values follow from others unless they are given; muP's base keeps them, too
-        rebuilt = load_config(**source, config_overrides=overrides).to_dict()
+        rebuilt = configuration(config_overrides=overrides).to_dict()
         differing = {name: value for name, value in scaled.items() if rebuilt.get(name) != value}
         if not differing:
             return overrides
