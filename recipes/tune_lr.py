@@ -33,7 +33,7 @@ from hfpretrain.data.sources import SourceError
 from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.launch_checks import close_process_group
 from hfpretrain.mup.transfer import Point, Transfer
-from hfpretrain.preflight import check_start
+from hfpretrain.training.run_length import derive
 from hfpretrain.training.sweep import from_first_rank, run_trials
 from hfpretrain.training.trials import Trial, changed_settings, check_logging, plan_trials, read_outcomes
 
@@ -66,7 +66,7 @@ def plan(options: argparse.Namespace, run_flags: list[str]) -> tuple[list[Trial]
         ConfigError: everything that cannot be about the run, the sweep or the trials that are there already.
     """
     model_args, data_args, args = parse(run_flags)
-    run = check_start(data_args, args)
+    run = derive(args, data_args, world_size=args.world_size)
     refuse(check(options, model_args, args) + check_logging(data_args, args, run))
     trials = plan_trials(
         model_args,

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hfpretrain.arguments import DataArguments, ModelArguments, PretrainArguments
 from hfpretrain.errors import ConfigError, Problem
-from hfpretrain.planning.budget import (
+from hfpretrain.planning.storage import (
     checkpoint_count,
     full_checkpoint_bytes,
     kept_checkpoints,
