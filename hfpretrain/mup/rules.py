@@ -19,9 +19,9 @@ what it gets. Entries of a gradient are (backward signal) x (forward value):
 - fixed (no dimension grows): a head's bias gets Theta(1); a gain over the head dimension, shared by all heads, gets a
   sum over heads, n^-1/2 to Theta(1) as above. Exponent 0.
 
-Depth is a second table, multiplied on the first: CompleteP (Dey et al. 2025, "Don't be lazy", arXiv:2505.01618), table
-1 with alpha = 1. With m = layers / base layers, every residual branch is multiplied by 1/m; within the branches learning
-rates and weight decay stay (m^(alpha - 1) = 1), and epsilon is multiplied by 1/m, as their gradients are. Here the
+Depth is a second table, multiplied on the first: CompleteP (Dey et al. 2025, "Don't be lazy", arXiv:2505.01618),
+table 1 with alpha = 1. With m = layers / base layers, every residual branch is multiplied by 1/m; within the branches
+learning rates and decay stay (m^(alpha - 1) = 1), and epsilon is multiplied by 1/m, as their gradients are. Here the
 branch's 1/m is folded into the parameters that write into the residual stream, by the same symmetry as above: c = 1/m
 gives them init / m, lr / m, decay * m and epsilon (q / m) / c = q.
 """

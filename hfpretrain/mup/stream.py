@@ -24,10 +24,11 @@ Factor = tuple[str, bool]  # a parameter, and whether it is used as 1 + paramete
 Linear = frozenset[Factor]
 
 # What leaves its first operand's linearity as it is: rearrangements, sums, choices of entries.
-_KEEPS = frozenset(
-    "alias clone contiguous copy constant_pad_nd cumsum detach embedding expand_copy flip gather index index_select "
-    "mean neg permute_copy repeat repeat_interleave roll slice_copy squeeze_copy sum t_copy take_along_dim _to_copy "
-    "transpose_copy tril triu unfold_copy unsqueeze_copy _unsafe_view view_copy _reshape_alias_copy".split()
+_KEEPS = (
+    *("alias", "clone", "contiguous", "copy", "constant_pad_nd", "cumsum", "detach", "embedding", "expand_copy"),
+    *("flip", "gather", "index", "index_select", "mean", "neg", "permute_copy", "repeat", "repeat_interleave", "roll"),
+    *("slice_copy", "squeeze_copy", "sum", "t_copy", "take_along_dim", "_to_copy", "transpose_copy", "tril", "triu"),
+    *("unfold_copy", "unsqueeze_copy", "_unsafe_view", "view_copy", "_reshape_alias_copy"),
 )
 # Positions of the terms of a sum; what is written into a part of a tensor counts as one.
 _SUMS: dict[str, tuple[int, ...]] = {
@@ -63,7 +64,10 @@ _NORMS: dict[str, tuple[int, ...]] = {
     "native_group_norm": (1, 2),
     "_fused_rms_norm": (2,),
 }
-_ZEROS = frozenset("zeros zeros_like new_zeros zero empty empty_like new_empty empty_strided new_empty_strided".split())
+_ZEROS = (
+    *("zeros", "zeros_like", "new_zeros", "zero"),
+    *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),  # written to before they are read
+)
 
 
 @dataclass(frozen=True)
