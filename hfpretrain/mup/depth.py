@@ -23,13 +23,14 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpretrain.errors import ConfigError, Problem, refuse
+from hfpretrain.initialisation import initialise
 from hfpretrain.model import name_template
-from hfpretrain.mup.measure import Spread, initial_spreads
 from hfpretrain.mup.probe import probe_tokens
 from hfpretrain.mup.rules import PLACES, Place
 from hfpretrain.mup.stream import Factor, Stream, watch_stream
 from hfpretrain.mup.width import text_part
 
+WIDTH_ONLY = "leave base_depth out: width only"
 EXPONENTS = (0.0, -0.5, -1.0)  # powers of the depth that an initialisation or a branch's factor may have
 TOLERANCE = 1e-4  # relative error of a branch in float32 against what it should be; what is not linear misses by 1
 NOISE = 0.1  # put on gains and on what is zero, which could not be told from what is not there
@@ -55,44 +56,54 @@ class DepthLaw:
 
 
 def layer_count(config: PreTrainedConfig) -> int:
-    """Layers of the (text) model, by which its depth is named."""
-    return int(config.get_text_config().num_hidden_layers)
+    """Layers of the (text) model, by which its depth is named.
+
+    Raises:
+        ConfigError: an encoder-decoder; a configuration that does not name it.
+    """
+    if config.is_encoder_decoder:
+        what = "an encoder and a decoder have a residual stream each, and the rule for depth is about one"
+        raise ConfigError([Problem(what, config.model_type, "base depth", WIDTH_ONLY)])
+    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if not isinstance(depth, int):
+        what = f"{type(config).__name__} has no num_hidden_layers, by which a base depth could be named"
+        raise ConfigError([Problem(what, f"num_hidden_layers={depth}", "base depth", WIDTH_ONLY)])
+    return depth
 
 
 def set_depth(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
     """`config` with `depth` layers, a new object; lists with an entry per layer are cut, or repeated from the start.
 
     Raises:
-        ConfigError: an encoder-decoder; the architecture refuses that depth.
+        ConfigError: what `layer_count` refuses; the architecture refuses that depth, or makes another one of it.
     """
-    if config.is_encoder_decoder:
-        what = "an encoder and a decoder have a residual stream each, and the rule for depth is about one"
-        raise ConfigError([Problem(what, config.model_type, "base depth", "leave base_depth out: width only")])
     own, settings = layer_count(config), config.to_dict()
     part = text_part(config)
     text = settings if part is None else settings[part]
-    key = config.get_text_config().attribute_map.get("num_hidden_layers", "num_hidden_layers")
     for name, value in text.items():
         if _LAYER_INDICES.search(name) and isinstance(value, list):
             text[name] = [index for index in value if index < depth]
-        elif _is_per_layer(name, value, own):
-            text[name] = (value * -(-depth // own))[:depth]
-    text[key] = depth
+    for name in _per_layer(config, text):
+        text[name] = (text[name] * -(-depth // own))[:depth]
+    text[_depth_key(config)] = depth
+    remedy = "name the base model's settings yourself: base_config with that depth"
     try:
-        return type(config).from_dict(settings)
+        result = type(config).from_dict(settings)
     except Exception as error:  # each architecture has its own way to say that its sizes do not fit
         what = f"{type(config).__name__} refuses to have {depth} layers: {' '.join(str(error).split())[:200]}"
-        remedy = "name the base model's settings yourself: base_config with that depth"
         raise ConfigError([Problem(what, f"base_depth={depth}", "base depth", remedy)]) from error
+    if layer_count(result) != depth:
+        what = f"{type(config).__name__} was to have {depth} layers and has {layer_count(result)}"
+        raise ConfigError([Problem(what, f"base_depth={depth}", "base depth", remedy)])
+    return result
 
 
 def with_layers_of(base: PreTrainedConfig, config: PreTrainedConfig) -> PreTrainedConfig:
     """`base` with the number and the kinds of layers of `config`, a new object."""
-    own, part = layer_count(config), text_part(config)
+    part = text_part(config)
     settings, theirs = base.to_dict(), config.to_dict()
     text, text_theirs = (settings, theirs) if part is None else (settings[part], theirs[part])
-    key = config.get_text_config().attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    text |= {name: value for name, value in text_theirs.items() if name == key or _is_per_layer(name, value, own)}
+    text |= {name: text_theirs[name] for name in [_depth_key(config), *_per_layer(config, text_theirs)]}
     return type(base).from_dict(settings)
 
 
@@ -102,8 +113,8 @@ def depth_laws(
     """(name -> law for every parameter of `own`, notes).
 
     Args:
-        own: a real model of the run's depth, at the base width, as initialised. Its weights are as before afterwards.
-        base: one of the base depth, at the same width. Its weights are not.
+        own: a real model of the run's depth, at the base width. Its weights are changed, as are the next one's.
+        base: one of the base depth, at the same width.
         overrides: regular expression over whole names -> place, for what cannot be placed.
 
     Raises:
@@ -135,10 +146,30 @@ def depth_laws(
     return laws, notes
 
 
-def _is_per_layer(name: str, value: Any, depth: int) -> bool:
-    if isinstance(value, str):
-        return "pattern" in name and len(value) == depth
-    return isinstance(value, list | tuple) and len(value) == depth and not _OTHER_LISTS.search(name)
+def _depth_key(config: PreTrainedConfig) -> str:
+    return str(config.get_text_config().attribute_map.get("num_hidden_layers", "num_hidden_layers"))
+
+
+def _per_layer(config: PreTrainedConfig, text: Mapping[str, Any]) -> list[str]:
+    """Names of the lists with an entry per layer: as long as there are layers, by default as well."""
+    own = layer_count(config)
+    try:
+        default = type(config.get_text_config())().to_dict()
+    except Exception:  # some have no default that holds together
+        default = {}
+    default_depth = default.get(_depth_key(config))
+
+    def fits(value: Any, depth: Any) -> bool:
+        return isinstance(value, list | tuple | str) and len(value) == depth
+
+    return [
+        name
+        for name, value in text.items()
+        if fits(value, own)
+        and not _OTHER_LISTS.search(name)
+        and (not isinstance(value, str) or "pattern" in name)
+        and (not default.get(name) or fits(default[name], default_depth))
+    ]
 
 
 def _layers(model: PreTrainedModel, depth: int) -> nn.ModuleList:
@@ -146,18 +177,17 @@ def _layers(model: PreTrainedModel, depth: int) -> nn.ModuleList:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
     if not lists:
         what = f"{type(model).__name__} has no list of {depth} layers, so its residual stream cannot be followed"
-        raise ConfigError([Problem(what, f"{depth} layers", "base depth", "leave base_depth out: width only")])
+        raise ConfigError([Problem(what, f"{depth} layers", "base depth", WIDTH_ONLY)])
     return max(lists, key=lambda module: sum(p.numel() for p in module.parameters()))
 
 
 def _stream_problems(stream: Stream, depth: int) -> list[Problem]:
-    remedy = "leave base_depth out: width only"
     if stream.calls != list(range(depth)):
         what = "the layers do not run once each and in order, so what depth is here is unclear"
-        return [Problem(what, f"order {stream.calls[:12]} of {depth} layers", "the architecture", remedy)]
+        return [Problem(what, f"order {stream.calls[:12]} of {depth} layers", "the architecture", WIDTH_ONLY)]
     if stream.broken:
         what = "the residual stream is not a plain sum of its branches, so they have no common factor to take"
-        return [Problem(what, stream.broken, "the architecture", remedy)]
+        return [Problem(what, stream.broken, "the architecture", WIDTH_ONLY)]
     return []
 
 
@@ -302,49 +332,40 @@ def _forward_exponent(
     if max(abs(factor - nearest) for factor in factors) > 0.01:
         what = "the factor that the architecture puts on its branches follows no power of the depth that is known here"
         given = f"powers {min(factors):.3g} to {max(factors):.3g}"
-        raise ConfigError([Problem(what, given, "the architecture", "leave base_depth out: width only")])
+        raise ConfigError([Problem(what, given, "the architecture", WIDTH_ONLY)])
     return nearest
 
 
 def _initial_exponents(
     own: PreTrainedModel, base: PreTrainedModel, ratio: float, problems: list[Problem]
 ) -> dict[str, float]:
-    """Name -> the power of the depth in its initial root mean square, measured over all layers of a kind."""
-    kinds: list[dict[str, list[Spread]]] = []
-    names = [name for name, _ in own.named_parameters()]
+    """Name -> the power of the depth in its initial size.
+
+    Initial weights follow from a seed and the module's name, so what is in both models is the same numbers, times that.
+    """
     for model in (own, base):
-        members: dict[str, list[Spread]] = defaultdict(list)
-        for name, spread in initial_spreads(model, [name for name, _ in model.named_parameters()]).items():
-            members[name_template(name)].append(spread)
-        kinds.append(members)
-    powers: dict[str, float] = {}
-    missing = sorted(set(kinds[0]) - set(kinds[1]))
-    if missing:
-        what = "layers of these kinds are not among those of the base depth, so their ratio is unknown"
+        initialise(model, seed=1)
+    theirs = dict(base.named_parameters())
+    found: dict[str, set[float | None]] = defaultdict(set)
+    kinds = dict.fromkeys(name_template(name) for name, _ in own.named_parameters())
+    for name, parameter in own.named_parameters():
+        if name in theirs and theirs[name].shape == parameter.shape:
+            found[name_template(name)].add(_power(parameter.detach(), theirs[name].detach(), ratio))
+    if missing := [kind for kind in kinds if kind not in found]:
+        what = "layers of these kinds are not among those of the base depth, so what they do with it is unknown"
         remedy = "a base depth that has every kind of layer, or base_config with that depth and kinds"
         problems.append(Problem(what, ", ".join(missing[:6]), "base depth", remedy))
-    for kind in set(kinds[0]) - set(missing):
-        deep, shallow = (Spread.of(members[kind]) for members in kinds)
-        power = _power(deep, shallow, ratio)
-        if power is None:
-            what = f"the initial size of {kind} follows no power of the depth that is known here"
-            given = f"root mean square {_rms(deep):.4g}, {_rms(shallow):.4g} at the base depth; depth ratio {ratio:.4g}"
-            remedy = "a base depth further away, or leave base_depth out: width only"
-            problems.append(Problem(what, given, "the architecture", remedy))
-        powers[kind] = power or 0.0
-    return {name: powers.get(name_template(name), 0.0) for name in names}
+    for kind in kinds:
+        if None in found[kind] or len(found[kind]) > 1:
+            what = f"the initial values of {kind} follow no power of the depth that is known here"
+            given = f"{layer_count(own.config)} layers against {layer_count(base.config)}"
+            problems.append(Problem(what, given, "the architecture", WIDTH_ONLY))
+    return {name: next(iter(found[name_template(name)]), None) or 0.0 for name, _ in own.named_parameters()}
 
 
-def _power(deep: Spread, shallow: Spread, ratio: float) -> float | None:
-    """None: none of ours, or more than one within the error of the measurement."""
-    sizes = _rms(deep), _rms(shallow)
-    if not sizes[0] or not sizes[1]:
-        return 0.0 if sizes[0] == sizes[1] else None
-    measured = math.log(sizes[0] / sizes[1]) / math.log(ratio)
-    error = math.hypot(*(spread.error if spread.std else 0.0 for spread in (deep, shallow))) / abs(math.log(ratio))
-    fitting = [power for power in EXPONENTS if abs(power - measured) <= 0.05 + 4 * error]
-    return fitting[0] if len(fitting) == 1 else None
-
-
-def _rms(spread: Spread) -> float:
-    return math.sqrt(spread.squares / spread.count)
+def _power(deep: torch.Tensor, shallow: torch.Tensor, ratio: float) -> float | None:
+    """The power a with deep = ratio ** a * shallow, number by number; None: none of ours."""
+    for power in EXPONENTS:
+        if torch.allclose(deep, shallow * ratio**power, rtol=1e-5, atol=1e-6 * float(deep.abs().max())):
+            return power
+    return None

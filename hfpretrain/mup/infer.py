@@ -169,7 +169,6 @@ def _at_both_depths(
     config: PreTrainedConfig, base: PreTrainedConfig, base_depth: int | None, overrides: Mapping[str, Place] | None
 ) -> tuple[PreTrainedConfig, PreTrainedConfig | None]:
     """(the base width at the run's depth, and at the base depth if that is another one)."""
-    own, given = layer_count(config), layer_count(base)
     if base_depth is None:
         if overrides:
             what, remedy = "depth_overrides are about the base depth, and none is given", "give base_depth too"
@@ -178,6 +177,7 @@ def _at_both_depths(
     if base_depth < 1:
         what, remedy = "the base depth is no depth", "a whole number above 0"
         raise ConfigError([Problem(what, str(base_depth), "base_depth", remedy)])
+    own, given = layer_count(config), layer_count(base)
     if given not in (own, base_depth):
         what = "the base model's depth is given twice, and the two differ"
         remedy = "the same number of layers in base_config and base_depth"
