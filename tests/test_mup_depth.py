@@ -102,13 +102,12 @@ def test_equal_to_residual_multipliers(case: str) -> None:
 
 
 def test_at_the_base_depth_it_is_the_spec_of_the_width_alone() -> None:
-    for case in ("llama tied", "gpt2"):
-        config = deep_config(case)
-        width_only = infer(config, base_width=BASE_WIDTH)
-        same = infer(config, base_width=BASE_WIDTH, base_depth=3)
-        assert same == width_only
-        assert same.fingerprint == width_only.fingerprint
-        assert infer(config, base_width=BASE_WIDTH, base_depth=1).fingerprint != width_only.fingerprint
+    config = deep_config("gpt2")
+    width_only = infer(config, base_width=BASE_WIDTH)
+    same = infer(config, base_width=BASE_WIDTH, base_depth=3)
+    assert same == width_only
+    assert same.fingerprint == width_only.fingerprint
+    assert infer(config, base_width=BASE_WIDTH, base_depth=1).fingerprint != width_only.fingerprint
 
 
 def test_rules_by_hand() -> None:
@@ -206,8 +205,9 @@ def change_of_the_stream(depth: int, spec: MupSpec | None) -> float:
     return math.sqrt(squares / 2)
 
 
-def test_the_streams_change_is_flat_in_depth_and_grows_without() -> None:
+def test_the_streams_change_is_flat_in_depth_and_grows_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """CompleteP's coordinate check: depths of 2 to 16, at one width."""
+    monkeypatch.setattr("hfpretrain.mup.measure.MAX_SEEDS", 1)  # laws of the width are not looked at here
     depths = (2, 4, 8, 16)
     slopes = {}
     for with_depth in (True, False):

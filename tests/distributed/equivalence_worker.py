@@ -35,7 +35,8 @@ LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-2, 0.1, 1.3
 Z_LOSS_WEIGHT = 1e-2  # a hundred times the usual one, so that a wrong z-loss shows
 # Larger than the default: a key bias has no gradient but rounding noise, which Adam would turn into full-size updates.
 EPSILON = 1e-6
-MUP_BASE_WIDTH = 16  # half the width of the case "mup", which is otherwise the llama
+MUP = {"mup": "llama", "mup_tied": "gpt2", "mup_moe": "mixtral"}  # cases, from half the width and, but for mup, depth
+MUP_BASE_WIDTH, MUP_BASE_DEPTH = 16, 1
 
 
 def deepspeed_stage() -> int | None:
@@ -79,8 +80,9 @@ def make_trainer(
         collator=PackedCollator(),
         num_steps=num_steps,
     )
-    config = tiny_config("llama" if model_type == "mup" else model_type)
-    mup = infer(config, base_width=MUP_BASE_WIDTH) if model_type == "mup" else None
+    config = tiny_config(MUP.get(model_type, model_type))
+    base_depth = None if model_type == "mup" else MUP_BASE_DEPTH
+    mup = infer(config, base_width=MUP_BASE_WIDTH, base_depth=base_depth) if model_type in MUP else None
     model = build_model(config, seed=SEED)
     if mup is not None:
         apply(model, mup)
