@@ -85,7 +85,7 @@ def set_depth(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
             text[name] = [index for index in value if index < depth]
     for name in _per_layer(config, text):
         text[name] = (text[name] * -(-depth // own))[:depth]
-    text[_depth_key(config)] = depth
+    text |= {key: depth for key in [_depth_key(config)] if key in text}  # else it follows from such a list
     remedy = "name the base model's settings yourself: base_config with that depth"
     try:
         result = type(config).from_dict(settings)
@@ -103,7 +103,11 @@ def with_layers_of(base: PreTrainedConfig, config: PreTrainedConfig) -> PreTrain
     part = text_part(config)
     settings, theirs = base.to_dict(), config.to_dict()
     text, text_theirs = (settings, theirs) if part is None else (settings[part], theirs[part])
-    text |= {name: text_theirs[name] for name in [_depth_key(config), *_per_layer(config, text_theirs)]}
+    text |= {
+        name: text_theirs[name]
+        for name in [_depth_key(config), *_per_layer(config, text_theirs)]
+        if name in text_theirs
+    }
     return type(base).from_dict(settings)
 
 
@@ -123,7 +127,7 @@ def depth_laws(
             power of the depth.
     """
     depths = layer_count(own.config), layer_count(base.config)
-    layers = _layers(own, depths[0]), _layers(base, depths[1])
+    layers = _layers(own, base, depths)
     ratio, tokens = depths[0] / depths[1], probe_tokens(own.config)
     problems: list[Problem] = []
     initial = _initial_exponents(own, base, ratio, problems)
@@ -154,10 +158,10 @@ def _per_layer(config: PreTrainedConfig, text: Mapping[str, Any]) -> list[str]:
     """Names of the lists with an entry per layer: as long as there are layers, by default as well."""
     own = layer_count(config)
     try:
-        default = type(config.get_text_config())().to_dict()
+        default_config = type(config.get_text_config())()
+        default, default_depth = default_config.to_dict(), default_config.num_hidden_layers
     except Exception:  # some have no default that holds together
-        default = {}
-    default_depth = default.get(_depth_key(config))
+        default, default_depth = {}, None
 
     def fits(value: Any, depth: Any) -> bool:
         return isinstance(value, list | tuple | str) and len(value) == depth
@@ -172,13 +176,21 @@ def _per_layer(config: PreTrainedConfig, text: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _layers(model: PreTrainedModel, depth: int) -> nn.ModuleList:
-    """The model's list of layers: the largest list of that length."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
-    if not lists:
-        what = f"{type(model).__name__} has no list of {depth} layers, so its residual stream cannot be followed"
-        raise ConfigError([Problem(what, f"{depth} layers", "base depth", WIDTH_ONLY)])
-    return max(lists, key=lambda module: sum(p.numel() for p in module.parameters()))
+def _layers(
+    own: PreTrainedModel, base: PreTrainedModel, depths: tuple[int, int]
+) -> tuple[nn.ModuleList, nn.ModuleList]:
+    """The list that has as many modules as there are layers, in both; the largest, if there are several."""
+    theirs = dict(base.named_modules())
+    pairs = [
+        (module, other)
+        for name, module in own.named_modules()
+        if isinstance(module, nn.ModuleList) and isinstance(other := theirs.get(name), nn.ModuleList)
+        if (len(module), len(other)) == depths
+    ]
+    if not pairs:
+        what = f"{type(own).__name__} has no list of as many modules as layers: its stream cannot be followed"
+        raise ConfigError([Problem(what, f"{depths[0]} and {depths[1]} layers", "base depth", WIDTH_ONLY)])
+    return max(pairs, key=lambda pair: sum(p.numel() for p in pair[0].parameters()))
 
 
 def _stream_problems(stream: Stream, depth: int) -> list[Problem]:
@@ -226,7 +238,7 @@ def _places(
         places[name] = place or "outside"
     if not any(place == "writer" for place in asked.values()):
         problems += [
-            _unclear(kind, f"what a branch with it adds comes out of {operation}, in which nothing is linear")
+            _unclear(kind, f"it ends in {operation}, in which nothing is linear: name the writers of such branches")
             for kind, operation in lost.items()
         ]
     return places, {name for name, one_plus in writes if one_plus}
@@ -351,6 +363,9 @@ def _initial_exponents(
     for name, parameter in own.named_parameters():
         if name in theirs and theirs[name].shape == parameter.shape:
             found[name_template(name)].add(_power(parameter.detach(), theirs[name].detach(), ratio))
+    mine, other = _constants(own), _constants(base)
+    for kind in (mine.keys() & other.keys()) - found.keys():  # in other layers, but always the same number
+        found[kind].add(_power(mine[kind], other[kind], ratio))
     if missing := [kind for kind in kinds if kind not in found]:
         what = "layers of these kinds are not among those of the base depth, so what they do with it is unknown"
         remedy = "a base depth that has every kind of layer, or base_config with that depth and kinds"
@@ -361,6 +376,14 @@ def _initial_exponents(
             given = f"{layer_count(own.config)} layers against {layer_count(base.config)}"
             problems.append(Problem(what, given, "the architecture", WIDTH_ONLY))
     return {name: next(iter(found[name_template(name)]), None) or 0.0 for name, _ in own.named_parameters()}
+
+
+def _constants(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Kind of parameter -> the one number that all its layers have everywhere; only kinds with such a number."""
+    ends: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        ends[name_template(name)] += [parameter.detach().min(), parameter.detach().max()]
+    return {kind: values[0] for kind, values in ends.items() if min(values) == max(values)}
 
 
 def _power(deep: torch.Tensor, shallow: torch.Tensor, ratio: float) -> float | None:

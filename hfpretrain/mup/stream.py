@@ -220,11 +220,16 @@ class _Watch(TorchDispatchMode):
         if operation != "add" or self._shape is None or not all(isinstance(term, Tensor) for term in args[:2]):
             return None
         first, second = args[:2]
-        of_stream = [self._flow(term).stream and term.shape == self._shape for term in (first, second)]
+        of_stream = [self._flow(term).stream and self._is_all_of_it(term) for term in (first, second)]
         if of_stream[0] == of_stream[1] or self._flow(second if of_stream[0] else first).stream:
             return None
         value = second * kwargs.get("alpha", 1) if of_stream[0] else first.clone()
         return Contribution(self._layer, self._flow(second if of_stream[0] else first), value.clone())
+
+    def _is_all_of_it(self, tensor: Tensor) -> bool:
+        """Not a few of its rows; rows and tokens may be one dimension."""
+        shape = self._shape
+        return shape is not None and tensor.numel() == shape.numel() and tensor.shape[-1:] == shape[-1:]
 
     def _added(self, branch: Contribution, out: Tensor) -> Tensor:
         if len(self.stream.contributions) < len(self._forced):

@@ -23,6 +23,7 @@ from equivalence_worker import (
     MUP_BASE_DEPTH,
     MUP_BASE_WIDTH,
     NUM_STEPS,
+    RESUME_AT,
     ROWS,
     SCHEDULE,
     SEED,
@@ -171,7 +172,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """(topology, what it wrote): one launch for all that is looked at below."""
     remove_stale_build_locks()
     folder, topology = tmp_path_factory.mktemp(request.param), request.param
-    extra = ("spike", "bf16") if topology.startswith("zero") else ("spike",)
+    extra = ("resume", "spike", *(["bf16"] if topology.startswith("zero") else []))
     launch(topology, WORKER, str(folder), *CASES[topology], *extra)
     return topology, folder
 
@@ -199,6 +200,31 @@ def test_same_training_everywhere(trained: tuple[str, Path], references: dict) -
         final = LEARNING_RATE * SCHEDULE["min_lr_ratio"]
         factors = {mup_by_hand(model_type, name)["lr"] for name in expected["initial"]} if model_type in MUP else {1.0}
         assert {round(rate, 12) for rate in got["group_rates"]} == {round(final * f, 12) for f in factors}, case
+
+
+def test_muPs_groups_after_a_resume(trained: tuple[str, Path]) -> None:  # noqa: N802
+    """Read back from the engine, of a run and of one that went on from its checkpoint: the hand's, all of them."""
+    _, folder = trained
+    got = json.loads((folder / "resume.json").read_text())
+    final = LEARNING_RATE * SCHEDULE["min_lr_ratio"]
+    names = [name for name, _ in build_model(tiny_config(MUP["mup_tied"]), seed=SEED).named_parameters()]
+    by_hand = [mup_by_hand("mup_tied", name) for name in names]
+    decayed = [any(part in name for part in ("attn.c", "mlp.c")) and name.endswith("weight") for name in names]
+    expected = {
+        (own["lr"], own["eps"], WEIGHT_DECAY * own["decay"] if decays else 0.0)
+        for own, decays in zip(by_hand, decayed, strict=True)
+    }
+    for run in got.values():
+        groups = run["groups"]
+        assert len(groups) == len(run["group_rates"]) >= 5
+        found = {(g["lr_multiplier"], g["eps_multiplier"], round(g["weight_decay"], 12)) for g in groups}
+        assert found == {(lr, eps, round(decay, 12)) for lr, eps, decay in expected}
+        for group, rate in zip(groups, run["group_rates"], strict=True):
+            assert rate == pytest.approx(final * group["lr_multiplier"], rel=1e-9)
+            assert group["lr"] == pytest.approx(rate, rel=1e-9)
+            assert group["eps"] == pytest.approx(EPSILON * group["eps_multiplier"], rel=1e-9)
+    assert len(got["straight"]["loss"]) == NUM_STEPS
+    np.testing.assert_allclose(got["resumed"]["loss"][-RESUME_AT:], got["straight"]["loss"][-RESUME_AT:], rtol=1e-6)
 
 
 def test_the_cases_of_mup_are_what_they_say() -> None:
