@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, logging
 
-from architectures import VOCABULARY, NotBuildable, causal_model_types, tiny_config, tiny_model
 from hfpretrain.attention import register_torch_varlen, varlen_attentions
 from hfpretrain.data.collator import PackedCollator
 from hfpretrain.data.isolation import ways
 from hfpretrain.loss.forward import LogitsForward
+from hfpretrain.small_models import VOCABULARY, NotBuildable, causal_model_types, tiny_config, tiny_model
 from hfpretrain.training.separation import Separation, separate
 from machine import describe_machine
 

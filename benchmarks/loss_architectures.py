@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, logging
 
-from architectures import NotBuildable, causal_model_types, tiny_model
 from hfpretrain.loss import IGNORE_INDEX, FusedLoss, shift_labels
+from hfpretrain.small_models import NotBuildable, causal_model_types, tiny_model
 from machine import describe_machine
 
 Z_LOSS_WEIGHT = 1e-2  # a hundred times the usual one, so that a wrong z-loss shows

@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,7 @@ from hfpretrain.arguments.types import key_values
 from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.model import load_config
 from hfpretrain.mup.coord_check import FLAT, CoordCheck, coord_check
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from architectures import NotBuildable, tiny_config
+from hfpretrain.small_models import NotBuildable, tiny_config
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from architectures import tiny_config
 from gpu_attention import SMALL, attention_errors, document_rows, loss_errors
 from hfpretrain import attention
 from hfpretrain.attention import TORCH_VARLEN, register_torch_varlen, torch_varlen_attention
 from hfpretrain.data.collator import PackedCollator
+from hfpretrain.small_models import tiny_config
 
 LENGTHS = [1, 9, 2, 14, 1, 5]  # tokens of the segments of a flat row; the last may be padding
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
-from architectures import tiny_config
 from hfpretrain.errors import ConfigError
 from hfpretrain.loss import IGNORE_INDEX, FusedLoss, fuse_loss, shift_labels
+from hfpretrain.small_models import tiny_config
 from loss_architectures import by_hand, examine, relative
 
 FAMILIES = {

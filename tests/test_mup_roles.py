@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from architectures import tiny_config
 from hfpretrain.errors import ConfigError
 from hfpretrain.mup.infer import infer
 from hfpretrain.mup.roles import Placed, place_all
 from hfpretrain.mup.spec import MupSpec
 from hfpretrain.mup.uses import watch_uses
 from hfpretrain.mup.width import scale_width
+from hfpretrain.small_models import tiny_config
 
 # architecture: {role: pattern over parameter names without their layer}; all other parameters are vectors.
 ROLES = {

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 
-from architectures import tiny_config
 from hfpretrain.attention import TORCH_VARLEN, register_torch_varlen, torch_varlen_attention
 from hfpretrain.data.collator import IGNORED_LABEL, PackedCollator
 from hfpretrain.data.isolation import Way, ways
+from hfpretrain.small_models import tiny_config
 from hfpretrain.training.separation import Separation, separate
 from isolation_architectures import (
     ROW,
