@@ -82,7 +82,8 @@ def set_depth(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
     text = settings if part is None else settings[part]
     for name, value in text.items():
         if _LAYER_INDICES.search(name) and isinstance(value, list):
-            text[name] = [index for index in value if index < depth]
+            repeated = [index + start for start in range(0, depth, own) for index in value]
+            text[name] = [index for index in repeated if index < depth]
     for name in _per_layer(config, text):
         text[name] = (text[name] * -(-depth // own))[:depth]
     text |= {key: depth for key in [_depth_key(config)] if key in text}  # else it follows from such a list
