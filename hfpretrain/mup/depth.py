@@ -128,19 +128,19 @@ def depth_laws(
             power of the depth.
     """
     depths = layer_count(own.config), layer_count(base.config)
-    layers = _layers(own, base, depths)
+    own_layers, base_layers = (list(modules) for modules in _layers(own, base, depths))
     ratio, tokens = depths[0] / depths[1], probe_tokens(own.config)
     problems: list[Problem] = []
     initial = _initial_exponents(own, base, ratio, problems)
-    first = watch_stream(own, layers[0], tokens)
+    first = watch_stream(own, own_layers, tokens)
     refuse([*problems, *_stream_problems(first, depths[0])])
-    places, ones = _places(own, layers[0], first, overrides, problems)
+    places, ones = _places(own, own_layers, first, overrides, problems)
     refuse(problems)
     writers = {(name, name in ones) for name, place in places.items() if place == "writer"}
     with _with_noise(own):
-        reference = watch_stream(own, layers[0], tokens)
-        refuse(_nonlinear(own, layers[0], tokens, reference, writers))
-        forward = _forward_exponent(own, base, layers[1], tokens, reference, ratio)
+        reference = watch_stream(own, own_layers, tokens)
+        refuse(_nonlinear(own, own_layers, tokens, reference, writers))
+        forward = _forward_exponent(own, base, base_layers, tokens, reference, ratio)
     notes = [
         f"{kind} is initialised with a power {power:+g} of the depth by the architecture itself: not scaled twice"
         for kind, power in {name_template(name): power for name, power in initial.items() if power}.items()
@@ -206,7 +206,7 @@ def _stream_problems(stream: Stream, depth: int) -> list[Problem]:
 
 def _places(
     model: PreTrainedModel,
-    layers: nn.ModuleList,
+    layers: list[nn.Module],
     stream: Stream,
     overrides: Mapping[str, Place],
     problems: list[Problem],
@@ -224,7 +224,7 @@ def _places(
             lost[name_template(last)] = branch.flow.lost
     names = [name for name, _ in model.named_parameters()]
     asked = _asked(names, overrides, problems)
-    inside = {id(p) for p in layers.parameters()}
+    inside = {id(p) for layer in layers for p in layer.parameters()}
     seen: dict[str, Place] = {name: "writer" for name, _ in writes}
     seen = {name: "outside" if name in stream.start else "branch" for name in used} | seen | asked
     of_kind = {name_template(name): place for name, place in seen.items()}
@@ -279,7 +279,7 @@ def _with_noise(model: PreTrainedModel) -> Iterator[None]:
     try:
         with torch.no_grad():
             for parameter in changed:
-                parameter += NOISE * torch.randn(parameter.shape, generator=generator)
+                parameter.add_(NOISE * torch.randn(parameter.shape, generator=generator))
         yield
     finally:
         with torch.no_grad():
@@ -288,7 +288,7 @@ def _with_noise(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _nonlinear(
-    model: PreTrainedModel, layers: nn.ModuleList, tokens: torch.Tensor, once: Stream, writers: set[Factor]
+    model: PreTrainedModel, layers: list[nn.Module], tokens: torch.Tensor, once: Stream, writers: set[Factor]
 ) -> list[Problem]:
     """Problems if doubling the writers does not double every contribution, the stream being held where it was."""
     parameters = dict(model.named_parameters())
@@ -318,7 +318,7 @@ def _nonlinear(
 def _forward_exponent(
     own: PreTrainedModel,
     base: PreTrainedModel,
-    layers: nn.ModuleList,
+    layers: list[nn.Module],
     tokens: torch.Tensor,
     reference: Stream,
     ratio: float,
