@@ -19,7 +19,8 @@ from transformers import logging
 
 from hfpretrain.errors import ConfigError
 from hfpretrain.model import name_template
-from hfpretrain.mup.depth import depth_laws, layer_count, set_depth
+from hfpretrain.mup.depth import depth_laws
+from hfpretrain.mup.layers import layer_count, set_depth
 from hfpretrain.mup.probe import probe_model
 from hfpretrain.small_models import NotBuildable, causal_model_types, tiny_config, tiny_model
 from machine import describe_machine

@@ -14,12 +14,14 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from hfpretrain.errors import ConfigError
 from hfpretrain.model import build_model, name_template
 from hfpretrain.mup.apply import apply
-from hfpretrain.mup.depth import depth_laws, set_depth
+from hfpretrain.mup.depth import depth_laws
 from hfpretrain.mup.infer import infer
+from hfpretrain.mup.layers import set_depth
 from hfpretrain.mup.probe import probe_model
 from hfpretrain.mup.rules import Multipliers, at_depth
 from hfpretrain.mup.spec import MupSpec
 from hfpretrain.mup.stream import watch_stream
+from hfpretrain.small_models import tiny_config
 from hfpretrain.training.optimizer import parameter_groups
 
 BASE_WIDTH, WIDTH_RATIO, BASE_DEPTH, DEPTH_RATIO = 16, 2, 1, 3
@@ -136,15 +138,9 @@ WRITERS = {
 }
 
 
-def tiny(model_type: str) -> Any:
-    from architectures import tiny_config
-
-    return tiny_config(model_type)
-
-
 def test_what_writes_into_the_stream() -> None:
     for model_type, expected in WRITERS.items():
-        base = tiny(model_type)
+        base = tiny_config(model_type)
         own = set_depth(base, 2 * base.num_hidden_layers)
         assert len(own.layer_types if model_type == "gemma2" else range(own.num_hidden_layers)) == 4
         laws, notes = depth_laws(probe_model(own), probe_model(base), overrides={})
@@ -247,14 +243,14 @@ def test_it_is_said_and_stored() -> None:
     ],
 )
 def test_a_stream_that_is_no_sum(model_type: str, part: str) -> None:
-    config = tiny(model_type)
+    config = tiny_config(model_type)
     config.is_encoder_decoder = model_type == "bart"
     with pytest.raises(ConfigError, match=part.replace(".", r"\.")):
         infer(config, base_width=64, base_depth=1)
 
 
 def test_a_base_depth_without_every_kind_of_layer() -> None:
-    config = set_depth(tiny("deepseek_v3"), 4)  # the first layer is dense
+    config = set_depth(tiny_config("deepseek_v3"), 4)  # the first layer is dense
     with pytest.raises(ConfigError, match=r"not among those of the base depth.*\n.*mlp\.experts"):
         infer(config, base_width=64, base_depth=1)
 

@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.model import name_template
-from hfpretrain.mup.depth import DepthLaw, depth_laws, layer_count, set_depth, with_layers_of
+from hfpretrain.mup.depth import DepthLaw, depth_laws
+from hfpretrain.mup.layers import layer_count, set_depth, with_layers_of
 from hfpretrain.mup.measure import FinalGain, Spread, exponent, final_gain, forward_exponent, initial_spreads
 from hfpretrain.mup.probe import is_tied, probe_model, probe_tokens
 from hfpretrain.mup.roles import Placed, Shape, infinite_axes, place_all
