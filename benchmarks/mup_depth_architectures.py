@@ -1,6 +1,7 @@
 """Which parameters write into the residual stream of every causal architecture that can be built small: a table.
 
-    python benchmarks/mup_depth_architectures.py [--only llama gpt2 ...] [--output docs/mup_depth_architectures.md]
+    python benchmarks/mup_depth_architectures.py [--only llama gpt2 ...] [--results FILE.jsonl]
+        [--output docs/mup_depth_architectures.md]
 
 For each, a tiny model and one of twice its depth are compared as `--mup_base_depth` does it. "placed" means proved on
 the model's numbers: doubling the writers doubles what every branch adds to the stream, within 1e-4 in float32.
@@ -9,9 +10,10 @@ the model's numbers: doubling the writers doubles what every branch adds to the 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -96,18 +98,29 @@ def write(rows: list[Row], output: Path, command: str) -> None:
     output.write_text("\n".join(lines) + "\n")
 
 
+def _row(line: str) -> Row:
+    return Row(**json.loads(line))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", default=None, help="model types; default: all")
     parser.add_argument("--output", type=Path, default=None, help="Markdown file; default: print only")
+    parser.add_argument("--results", type=Path, default=None, help="one line per type as it is done; read at the start")
     asked = parser.parse_args()
     logging.set_verbosity_error()
     torch.set_num_threads(1)
+    done = {}
+    if asked.results is not None and asked.results.exists():
+        done = {row.model_type: row for row in map(_row, asked.results.read_text().splitlines())}
     rows = []
     for model_type in asked.only or causal_model_types():
         start = time.perf_counter()
-        rows.append(examine(model_type))
-        row = rows[-1]
+        row = done.get(model_type) or examine(model_type)
+        rows.append(row)
+        if asked.results is not None and model_type not in done:
+            with asked.results.open("a") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
         print(f"{model_type:28} {row.verdict:9} {time.perf_counter() - start:5.1f} s  {row.detail}", flush=True)
     print(Counter(row.verdict for row in rows))
     if asked.output is not None:
