@@ -1,10 +1,22 @@
-"""Ways in which muP fails in the field, each as a test that it does not here.
+"""Ways in which muP fails in the field, each as a test that it does not here; the test of each by its name.
 
-1. a multiplier that is lost outside of training; 2. attributes on parameters that are lost; 3. partitioned shapes
-(here and on real ranks in tests/distributed); 4. a scheduler that sets all groups alike; 5. an optimizer that is not
-ours; 6. a rescaled tied embedding; 7. scaling twice; 8. names and depth; 9. fan-in taken from the wrong dimension; 10.
-weight decay; 11. a check that passes what is wrong (tests/test_coord_check.py); 12. a resized vocabulary. Kinds of
-tensors that name or type would misplace are in tests/test_mup_roles.py.
+1. A multiplier that is lost outside of training: `test_1_...`, `test_mup_apply.py::test_the_checkpoint_is_plain_...`.
+2. Attributes on parameters that are lost in copies and wrappers: `test_2_...`.
+3. Partitioned shapes, and writes to them that do nothing: `test_3_...`, on real ranks `distributed/test_init.py` and
+   `distributed/test_equivalence.py::test_same_training_everywhere` (an untied, a tied and an MoE model at ZeRO 3).
+4. A scheduler that sets all groups alike: `test_4_...`, `test_trainer.py::test_rates_that_leave_...`, read back from
+   the engine in `distributed/test_equivalence.py::test_muPs_groups_after_a_resume`.
+5. An optimizer that is not ours: `test_5_...`, `test_optimizer.py::test_optimizers_for_which_mup_does_not_hold_...`,
+   blocks in a DeepSpeed file `distributed/test_launch.py::test_all_faults_of_a_deepspeed_configuration_...`.
+6. A tied embedding that is scaled: `test_6_...`; no gain to hold the readout `test_mup_roles.py::test_a_tied_head_...`.
+7. Scaling twice, or what is loaded: `test_7_...`, `test_mup_apply.py::test_applying_it_twice_...`, what the
+   architecture does itself `test_mup_roles.py::test_an_initialisation_that_knows_...` and `test_mup_depth.py`.
+8. Names and depth: `test_8_...`, another depth than the base's `test_mup_depth.py::test_base_depths_that_cannot_be`.
+9. Kinds of tensors that a name or type would misplace, and fan-in from the wrong dimension: `test_9_...`,
+   `test_mup_roles.py::test_roles_by_hand`, `test_mup_roles.py::test_what_a_forward_pass_shows`.
+10. Weight decay: `test_10_...`, `test_mup_apply.py::test_equal_to_the_textbook_form`.
+11. A check that passes what is wrong: `test_coord_check.py::test_mup_is_flat_and_the_standard_parametrisation_is_not`.
+12. A resized vocabulary: `test_12_...`, in a fresh process `test_mup_apply.py::test_the_checkpoint_is_plain_...`.
 """
 
 from __future__ import annotations
@@ -210,4 +222,8 @@ def test_flags_about_mup_that_contradict() -> None:
     text = problems("--mup_weight_decay", "coupled", "--mup_overrides", r"x\.weight=hidden")
     assert text.startswith("2 problems")
     assert text.count("no base model is given") == 2
+    assert "give mup_base_width too; the model's own hidden size" in problems("--mup_base_depth", 4)
+    text = problems("--mup_base_width", 64, "--mup_depth_overrides", r"x\.weight=writer")
+    assert "mup_depth_overrides is about another depth, and no base depth is given" in text
+    assert "mup_base_depth is out of range" in problems("--mup_base_width", 64, "--mup_base_depth", 0)
     assert "mup_base_width is out of range" in problems("--mup_base_width", 0)

@@ -168,6 +168,13 @@ def test_the_mup_of_a_run() -> None:
     asked = spec(mup_base_width=16, mup_weight_decay="coupled", mup_overrides={r".*up_proj\.weight": "input"})
     assert asked.of("model.layers.0.mlp.up_proj.weight").multipliers.lr == 1.0
     assert asked.of("model.layers.0.mlp.down_proj.weight").multipliers.weight_decay == 1.0
+    deep = spec(mup_base_width=32, mup_base_depth=2)
+    assert (deep.depth, deep.base_depth) == (1, 2)
+    assert deep.of("model.layers.0.mlp.down_proj.weight").multipliers.lr == 2.0
+    assert deep.of("model.layers.0.mlp.up_proj.weight").multipliers.eps == 2.0
+    named = {r".*up_proj\.weight": "writer", r".*down_proj\.weight": "branch"}
+    asked = spec(mup_base_width=32, mup_base_depth=2, mup_depth_overrides=named)
+    assert asked.of("model.layers.0.mlp.up_proj.weight").multipliers.lr == 2.0
     with pytest.raises(ConfigError, match="those of AdamW, and adafactor is none"):
         spec("adafactor", mup_base_width=16)
 

@@ -24,7 +24,7 @@ COMMAND_LINE = "command line"
 DEFAULT = "default"
 
 # Mappings whose keys are merged over the files and the command line; any other value replaces the earlier one.
-MERGED = {"config_overrides", "mup_base_config", "mup_overrides"}
+MERGED = {"config_overrides", "mup_base_config", "mup_overrides", "mup_depth_overrides"}
 DICT_FIELDS = MERGED | set(TrainingArguments._VALID_DICT_FIELDS)
 _MISSING = object()
 

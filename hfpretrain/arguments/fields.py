@@ -64,6 +64,11 @@ class ModelArguments:
         "muP: hidden size that learning_rate, weight_decay and adam_epsilon were tuned at; the model trains like that "
         "one. Default: no muP. All widths are scaled together, head dimension and depth stay.",
     )
+    mup_base_depth: int | None = _arg(
+        None,
+        "muP across depth too (CompleteP, Dey et al. 2025): number of layers of the model that was tuned, beside "
+        "mup_base_width or mup_base_config. Default: no rule for depth; the rate must then be tuned at this depth.",
+    )
     mup_base_config: dict[str, Any] = field(
         default_factory=dict,
         metadata={
@@ -76,6 +81,13 @@ class ModelArguments:
         metadata={
             "help": "muP: regular expression over a whole parameter name -> role (input, hidden, output, vector, "
             "fixed), for parameters that cannot be placed; in the form of config_overrides."
+        },
+    )
+    mup_depth_overrides: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "help": "muP, with mup_base_depth: regular expression over a whole parameter name -> writer (it writes "
+            "into the residual stream), branch or outside, for parameters that cannot be placed."
         },
     )
     mup_weight_decay: Literal["independent", "coupled"] = _arg(

@@ -145,6 +145,7 @@ def _mup(book: _Book) -> None:
     v = book.values
     base = [name for name in ("mup_base_width", "mup_base_config") if getattr(v, name)]
     book.between("mup_base_width", 1, float("inf"))
+    book.between("mup_base_depth", 1, float("inf"))
     if len(base) == 2:
         book.note(
             "mup_base_width", "the muP base model is given twice", "give one of the two", also=("mup_base_config",)
@@ -152,6 +153,14 @@ def _mup(book: _Book) -> None:
     if base and v.model_name_or_path:
         what = "muP is a way to initialise; weights that are loaded have been initialised and trained otherwise"
         book.note(base[0], what, "fresh weights (model_type, config_name), or no muP", also=("model_name_or_path",))
+    if v.mup_base_depth is not None and not base:
+        what = "mup_base_depth alone names no base model: it is built, at the base width, to measure it"
+        book.note(
+            "mup_base_depth", what, "give mup_base_width too; the model's own hidden size if only the depth differs"
+        )
+    if v.mup_depth_overrides and v.mup_base_depth is None:
+        what = "mup_depth_overrides is about another depth, and no base depth is given"
+        book.note("mup_depth_overrides", what, "give mup_base_depth, or remove it")
     for name in ("mup_overrides", "mup_weight_decay"):
         if not base and (getattr(v, name) if name == "mup_overrides" else book.given(name)):
             book.note(name, f"{name} is about muP, and no base model is given", "give mup_base_width, or remove it")

@@ -134,4 +134,5 @@ CONVERTERS: dict[str, Callable[[str], Any]] = {
     "config_overrides": key_values,
     "mup_base_config": key_values,
     "mup_overrides": key_values,
+    "mup_depth_overrides": key_values,
 }

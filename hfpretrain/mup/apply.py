@@ -121,9 +121,10 @@ def _unfit(model: PreTrainedModel, spec: MupSpec, zero_readout: bool) -> list[Pr
             problems.append(Problem("the muP spec is of another width", given, "spec", "infer it from this model"))
         if scaling.one_plus and not is_exact(scaling.multipliers.init) and parameter.dtype.itemsize < 4:
             what = f"{name} is a gain of 1 + weight: half precision holds 1/width - 1 to some percent only"
-            problems.append(
-                Problem(what, str(parameter.dtype), "model", "float32 weights, or tie_word_embeddings: false")
-            )
+            remedy = "float32 weights" + (", or tie_word_embeddings: false" if scaling.role == "tied_gain" else "")
+            if scaling.place == "writer":
+                what, remedy = what.replace("1/width", "1/depth"), "float32 weights, or no base depth"
+            problems.append(Problem(what, str(parameter.dtype), "model", remedy))
     if zero_readout and spec.tied:
         what = "the head is the embedding: a head of zeros is an embedding of zeros, which learns nothing"
         problems.append(Problem(what, "zero_readout=True", "muP", "leave it out, or tie_word_embeddings: false"))

@@ -18,6 +18,12 @@ what it gets. Entries of a gradient are (backward signal) x (forward value):
 - tied_gain: dL/dg_i = x_i * sum_v E_vi (dL/dlogit)_v is Theta(1), exponent 0;
 - fixed (no dimension grows): a head's bias gets Theta(1); a gain over the head dimension, shared by all heads, gets a
   sum over heads, n^-1/2 to Theta(1) as above. Exponent 0.
+
+Depth is a second table, multiplied on the first: CompleteP (Dey et al. 2025, "Don't be lazy", arXiv:2505.01618),
+table 1 with alpha = 1. With m = layers / base layers, every residual branch is multiplied by 1/m; within the branches
+learning rates and decay stay (m^(alpha - 1) = 1), and epsilon is multiplied by 1/m, as their gradients are. Here the
+branch's 1/m is folded into the parameters that write into the residual stream, by the same symmetry as above: c = 1/m
+gives them init / m, lr / m, decay * m and epsilon (q / m) / c = q.
 """
 
 from __future__ import annotations
@@ -28,13 +34,18 @@ from typing import Literal, get_args
 
 Role = Literal["input", "hidden", "output", "vector", "tied_gain", "fixed"]
 WeightDecayMode = Literal["independent", "coupled"]
+Place = Literal["writer", "branch", "outside"]
 ROLES: tuple[Role, ...] = get_args(Role)
+PLACES: tuple[Place, ...] = get_args(Place)
 WEIGHT_DECAY_MODES: tuple[WeightDecayMode, ...] = get_args(WeightDecayMode)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Exponents of a role: of the fan-in ratio (init, lr), of the width ratio (eps); `meaning` is for people."""
+    """Exponents of a role: of the fan-in ratio (init, lr), of the width ratio (eps); `meaning` is for people.
+
+    Of a place all are exponents of the depth ratio.
+    """
 
     init: float
     lr: float
@@ -54,6 +65,12 @@ RULES: dict[Role, Rule] = {
     # Table 8 (for tied embeddings) keeps the shared tensor and multiplies its input by 1/fan_in: folded into the gain.
     "tied_gain": Rule(-1.0, -1.0, 0.0, "final norm before a tied head: holds the readout's 1/width"),
     "fixed": Rule(0.0, 0.0, 0.0, "no dimension grows with the width"),
+}
+# CompleteP table 1, alpha = 1, with the branches' multiplier in the writers.
+DEPTH_RULES: dict[Place, Rule] = {
+    "writer": Rule(-1.0, -1.0, 0.0, "the last linear map of a residual branch, with its bias, or the gain behind it"),
+    "branch": Rule(0.0, 0.0, -1.0, "all else in a residual branch: its norm, gates, routers, first projections"),
+    "outside": Rule(0.0, 0.0, 0.0, "before or behind the layers: embeddings, final norm, head"),
 }
 
 
@@ -105,6 +122,38 @@ def multipliers(
     decay = 1.0 / lr if weight_decay_mode == "independent" else 1.0
     # A tensor that is smaller by n^-b has gradients that are larger by n^b.
     return Multipliers(init=init, lr=lr, weight_decay=decay, eps=width_ratio ** (rule.eps - shift))
+
+
+def at_depth(
+    own: Multipliers,
+    place: Place,
+    *,
+    depth_ratio: float,
+    own_init_exponent: float = 0.0,
+    forward_exponent: float = 0.0,
+) -> Multipliers:
+    """The multipliers of one parameter at another depth as well.
+
+    Args:
+        own: those of its width.
+        place: its row in `DEPTH_RULES`.
+        depth_ratio: layers over those of the base model.
+        own_init_exponent: power of the depth that the architecture's own initialisation has (-1/2 for GPT-2, which
+            divides by sqrt(2 * layers)); taken off, so that nothing is scaled twice.
+        forward_exponent: power of the depth by which the architecture multiplies its branches itself (-1/2 for
+            MiniCPM3); the writers take the rest of the 1/m.
+
+    Weight decay goes through the fold in both modes: it is divided by what the learning rate is multiplied with.
+    """
+    rule = DEPTH_RULES[place]
+    rest = forward_exponent if place == "writer" else 0.0
+    lr = depth_ratio ** (rule.lr - rest)
+    return Multipliers(
+        init=own.init * depth_ratio ** (rule.init - rest - own_init_exponent),
+        lr=own.lr * lr,
+        weight_decay=own.weight_decay / lr,
+        eps=own.eps * depth_ratio ** (rule.eps + rest),
+    )
 
 
 def is_exact(value: float) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from hfpretrain.model import name_template
-from hfpretrain.mup.rules import Multipliers, Role, WeightDecayMode
+from hfpretrain.mup.rules import Multipliers, Place, Role, WeightDecayMode
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
@@ -29,6 +29,7 @@ class Scaling:
         own_std_error: relative standard error of that measurement.
         one_plus: the gain is 1 + weight.
         why: what decided the role.
+        place: its row in `rules.DEPTH_RULES`; None where the depth is the base's.
     """
 
     role: Role
@@ -40,6 +41,7 @@ class Scaling:
     own_std_error: float
     one_plus: bool
     why: str
+    place: Place | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,6 +63,7 @@ class MupSpec:
         head: name of the head's weight where it is not tied, else None.
         parameters: name -> scaling; a name with `*` in place of layer numbers stands for all of its layers.
         notes: what was decided or could not be known, one sentence each.
+        depth, base_depth: number of layers; None where only the width is scaled.
     """
 
     width: int
@@ -70,6 +73,8 @@ class MupSpec:
     head: str | None
     parameters: Mapping[str, Scaling]
     notes: tuple[str, ...] = ()
+    depth: int | None = None
+    base_depth: int | None = None
 
     def of(self, name: str) -> Scaling:
         """The scaling of a parameter by its name; wrappers' prefixes (`module.`, `_orig_mod.`, ...) do not matter.
@@ -118,15 +123,22 @@ class MupSpec:
         return cls.from_dict(json.loads(text))
 
     def explain(self) -> str:
-        """A table: parameter, role, shape at base and here, fan-in ratio, multipliers, why; then the notes."""
-        rows = [["parameter", "role", "base shape", "shape", "ratio", "init", "lr", "decay", "eps", "why"]]
+        """A table: parameter, role, shape at base and here, fan-in ratio, multipliers, why; then the notes.
+
+        With another depth than the base's, also the parameter's place in its residual branch.
+        """
+        deep = self.base_depth is not None
+        rows = [["parameter", "role", *["in branch"] * deep, "base shape", "shape"]]
+        rows[0] += ["ratio", "init", "lr", "decay", "eps", "why"]
         for name, s in self.parameters.items():
             m = s.multipliers
             numbers = [f"{x:.4g}" for x in (s.fan_in_ratio, m.init, m.lr, m.weight_decay, m.eps)]
-            rows.append([name, s.role, _sizes(s.base_shape), _sizes(s.shape), *numbers, s.why])
-        widths = [max(len(row[column]) for row in rows) for column in range(9)]
-        lines = ["  ".join(f"{row[i]:<{widths[i]}}" for i in range(9)) + f"  {row[9]}" for row in rows]
-        head = f"muP from base width {self.base_width} to {self.width}, weight decay {self.weight_decay_mode}"
+            place = [s.place or "outside"] * deep
+            rows.append([name, s.role, *place, _sizes(s.base_shape), _sizes(s.shape), *numbers, s.why])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+        lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, [*widths, 0], strict=True)) for row in rows]
+        depths = f", base depth {self.base_depth} to {self.depth}" if deep else ""
+        head = f"muP from base width {self.base_width} to {self.width}{depths}, weight decay {self.weight_decay_mode}"
         return "\n".join([head, *lines, *(f"note: {note}" for note in self.notes)])
 
 

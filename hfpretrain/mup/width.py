@@ -58,7 +58,7 @@ def scale_width(config: PreTrainedConfig, ratio: Fraction | int) -> PreTrainedCo
             architecture refuses the sizes.
     """
     settings = config.to_dict()
-    part = _text_part(config)
+    part = text_part(config)
     own = hidden_size(config)
     places = _places(config if part is None else getattr(config, part), settings if part is None else settings[part])
     found = [(place, name, value) for place in places for name, value in place.items() if _is_width(name, value, own)]
@@ -76,7 +76,7 @@ def scale_width(config: PreTrainedConfig, ratio: Fraction | int) -> PreTrainedCo
         raise ConfigError([Problem(what, given, "base width", "name the base sizes yourself: base_config")]) from error
 
 
-def _text_part(config: PreTrainedConfig) -> str | None:
+def text_part(config: PreTrainedConfig) -> str | None:
     """The attribute that holds the text configuration of a composite model; None where the model is text only.
 
     `get_text_config` of an encoder-decoder is a detached copy: then the configuration itself has the sizes.

@@ -127,7 +127,9 @@ def mup_spec(
         config,
         base_width=model_args.mup_base_width,
         base_config=base,
+        base_depth=model_args.mup_base_depth,
         overrides=model_args.mup_overrides,
+        depth_overrides=model_args.mup_depth_overrides,
         weight_decay_mode=model_args.mup_weight_decay,
     )
 

@@ -1,6 +1,6 @@
 """Train the same steps in whatever topology this was started in; rank 0 writes losses, norms and final weights.
 
-Cases are `model:rows at once`, and `spike`, `bf16` of `signal_cases`.
+Cases are `model:rows at once`, `resume`, and `spike`, `bf16` of `signal_cases`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-2, 0.1, 1.3
 Z_LOSS_WEIGHT = 1e-2  # a hundred times the usual one, so that a wrong z-loss shows
 # Larger than the default: a key bias has no gradient but rounding noise, which Adam would turn into full-size updates.
 EPSILON = 1e-6
-MUP_BASE_WIDTH = 16  # half the width of the case "mup", which is otherwise the llama
+MUP = {"mup": "llama", "mup_tied": "gpt2", "mup_moe": "mixtral"}  # cases, from half the width and, but for mup, depth
+MUP_BASE_WIDTH, MUP_BASE_DEPTH = 16, 1
+RESUME_AT = 3
 
 
 def deepspeed_stage() -> int | None:
@@ -47,7 +49,7 @@ def deepspeed_stage() -> int | None:
 
 
 def make_trainer(
-    model_type: str, per_device_rows: int, output: Path, num_steps: int = NUM_STEPS, **ours: Any
+    model_type: str, per_device_rows: int, output: Path, num_steps: int = NUM_STEPS, save_steps: int = 0, **ours: Any
 ) -> PretrainTrainer:
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
@@ -60,7 +62,8 @@ def make_trainer(
         adam_epsilon=EPSILON,
         max_grad_norm=MAX_GRAD_NORM,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps" if save_steps else "no",
+        save_steps=save_steps or 500,
         report_to=[],
         disable_tqdm=True,
         ignore_data_skip=True,
@@ -79,8 +82,9 @@ def make_trainer(
         collator=PackedCollator(),
         num_steps=num_steps,
     )
-    config = tiny_config("llama" if model_type == "mup" else model_type)
-    mup = infer(config, base_width=MUP_BASE_WIDTH) if model_type == "mup" else None
+    config = tiny_config(MUP.get(model_type, model_type))
+    base_depth = None if model_type == "mup" else MUP_BASE_DEPTH
+    mup = infer(config, base_width=MUP_BASE_WIDTH, base_depth=base_depth) if model_type in MUP else None
     model = build_model(config, seed=SEED)
     if mup is not None:
         apply(model, mup)
@@ -122,6 +126,27 @@ def train(model_type: str, per_device_rows: int, output: Path) -> None:
         )
 
 
+def resume(output: Path) -> None:
+    """Train a model with muP to the end, and again from the middle; what the engine's groups then say."""
+    found: dict[str, Any] = {}
+    for name, checkpoint in (
+        ("straight", None),
+        ("resumed", str(output / "saved" / "run" / f"checkpoint-{RESUME_AT}")),
+    ):
+        trainer = make_trainer("mup_tied", 4, output / "saved", save_steps=RESUME_AT)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        engine = trainer.model_wrapped
+        groups = (engine if hasattr(engine, "get_lr") else trainer).optimizer.param_groups
+        kept = ("lr", "eps", "weight_decay", "lr_multiplier", "eps_multiplier")
+        found[name] = {
+            "loss": [line["loss"] for line in trainer.state.log_history if "loss" in line],
+            "groups": [{key: group[key] for key in kept} for group in groups],
+            "group_rates": engine.get_lr() if hasattr(engine, "get_lr") else [group["lr"] for group in groups],
+        }
+    if trainer.args.process_index == 0:
+        (output / "resume.json").write_text(json.dumps(found))
+
+
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
@@ -130,6 +155,8 @@ if __name__ == "__main__":
         if case == "spike":
             for protected in (False, True):
                 run_spike(partial(make_trainer, "llama", 4, out), out, protected=protected)
+        elif case == "resume":
+            resume(out)
         elif case == "bf16":
             run_bf16(cast(int, stage), out)
         else:

@@ -19,8 +19,11 @@ from equivalence_worker import (
     EPSILON,
     LEARNING_RATE,
     MAX_GRAD_NORM,
+    MUP,
+    MUP_BASE_DEPTH,
     MUP_BASE_WIDTH,
     NUM_STEPS,
+    RESUME_AT,
     ROWS,
     SCHEDULE,
     SEED,
@@ -39,14 +42,29 @@ pytestmark = pytest.mark.distributed
 CASES = {"single": ("llama:1", "llama:3", "llama:4", "gpt2:2", "mup:4")} | dict.fromkeys(
     TOPOLOGIES[1:], ("llama:1", "llama:4", "gpt2:2", "mup:4")
 )
+CASES["zero3"] += ("mup_tied:4", "mup_moe:4")  # where parameters are partitioned, groups and initial values are hardest
 WORKER = Path(__file__).with_name("equivalence_worker.py")
 
 
-def mup_by_hand(name: str) -> dict[str, float]:
-    """What each value is multiplied by at twice the base width (Tensor Programs V), the head's 1/2 in its weight."""
-    hidden, head = "_proj" in name, name == "lm_head.weight"
-    learns = {"lr": 0.5, "decay": 2.0} if hidden or head else {"lr": 1.0, "decay": 1.0}
-    return {"init": 0.5**0.5 if hidden else 0.5 if head else 1.0, "eps": 1.0 if head else 0.5, **learns}
+def mup_by_hand(model_type: str, name: str) -> dict[str, float]:
+    """What each value is multiplied by at twice the base width (Tensor Programs V), the readout's 1/2 in its weight.
+
+    All but the case "mup" are also twice as deep (CompleteP), a branch's 1/2 being in its last weight and bias; GPT-2
+    has 1/sqrt(2) of that in its own initialisation.
+    """
+    inside = ".layers." in name or ".h." in name
+    readout = name in ("lm_head.weight", "transformer.ln_f.weight", "transformer.ln_f.bias") or ".gate." in name
+    hidden = inside and not readout and any(part in name for part in ("_proj", "c_attn.w", "c_fc.w", "c_proj.w"))
+    hidden &= not name.endswith("bias")
+    own = {"init": 1.0, "lr": 1.0, "eps": 1.0 if readout else 0.5}
+    if hidden or readout:
+        own |= {"init": 0.5**0.5 if hidden else 0.5, "lr": 0.5}
+    if inside and model_type != "mup":
+        if any(part in name for part in ("o_proj", "down_proj", "c_proj")):
+            own |= {"init": own["init"] / (2**0.5 if name.endswith("c_proj.weight") else 2), "lr": own["lr"] / 2}
+        else:
+            own["eps"] /= 2
+    return own | {"decay": 1 / own["lr"]}
 
 
 STANDARD = {"init": 1.0, "lr": 1.0, "decay": 1.0, "eps": 1.0}
@@ -65,9 +83,10 @@ def reference(
     its targets, its length and the gradient of its summed loss.
     """
     factor = factor or partial(lr_factor, **SCHEDULE)
-    config = tiny_config("llama" if model_type == "mup" else model_type)
-    model = build_model(config, seed=SEED).double().train()
-    scale = {n: mup_by_hand(n) if model_type == "mup" else STANDARD for n, _ in model.named_parameters()}
+    model = build_model(tiny_config(MUP.get(model_type, model_type)), seed=SEED).double().train()
+    model.set_experts_implementation("eager")  # the grouped product takes no float64
+    names = [name for name, _ in model.named_parameters()]
+    scale = {name: mup_by_hand(model_type, name) if model_type in MUP else STANDARD for name in names}
     with torch.no_grad():
         for name, p in model.named_parameters():
             p *= scale[name]["init"]
@@ -116,7 +135,7 @@ def reference(
             first[name] = 0.9 * first[name] + 0.1 * grad
             second[name] = 0.95 * second[name] + 0.05 * grad**2
             m_hat, v_hat = first[name] / (1 - 0.9 ** (step + 1)), second[name] / (1 - 0.95 ** (step + 1))
-            decayed = p.ndim == 2 and not any(word in name for word in ("embed_tokens", "wte", "wpe"))
+            decayed = p.ndim >= 2 and not any(word in name for word in ("embed_tokens", "wte", "wpe"))
             with torch.no_grad():
                 own = scale[name]
                 decay = WEIGHT_DECAY * own["decay"] if decayed else 0.0
@@ -145,7 +164,7 @@ def noise_of(rows: list[dict], per_device_rows: int, world_size: int) -> Estimat
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, dict]:
-    return {name: reference(name) for name in ("llama", "gpt2", "mup")}
+    return {name: reference(name) for name in ("llama", "gpt2", *MUP)}
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
@@ -153,7 +172,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """(topology, what it wrote): one launch for all that is looked at below."""
     remove_stale_build_locks()
     folder, topology = tmp_path_factory.mktemp(request.param), request.param
-    extra = ("spike", "bf16") if topology.startswith("zero") else ("spike",)
+    extra = ("resume", "spike", *(["bf16"] if topology.startswith("zero") else []))
     launch(topology, WORKER, str(folder), *CASES[topology], *extra)
     return topology, folder
 
@@ -178,11 +197,45 @@ def test_same_training_everywhere(trained: tuple[str, Path], references: dict) -
         np.testing.assert_allclose(got["learning_rate"], rates, rtol=1e-9)
         assert update_error(torch.load(folder / f"{model_type}-{rows}.pt"), expected) < 1e-4, case
         # What the engine itself says: the schedule's last value, and its half for the groups that muP slows down.
-        expected_rates = {LEARNING_RATE * SCHEDULE["min_lr_ratio"]}
-        if model_type == "mup":
-            expected_rates |= {0.5 * rate for rate in expected_rates}
-            assert tiny_config("llama").hidden_size == 2 * MUP_BASE_WIDTH
-        assert {round(rate, 12) for rate in got["group_rates"]} == {round(rate, 12) for rate in expected_rates}, case
+        final = LEARNING_RATE * SCHEDULE["min_lr_ratio"]
+        factors = {mup_by_hand(model_type, name)["lr"] for name in expected["initial"]} if model_type in MUP else {1.0}
+        assert {round(rate, 12) for rate in got["group_rates"]} == {round(final * f, 12) for f in factors}, case
+
+
+def test_muPs_groups_after_a_resume(trained: tuple[str, Path]) -> None:  # noqa: N802
+    """Read back from the engine, of a run and of one that went on from its checkpoint: the hand's, all of them."""
+    _, folder = trained
+    got = json.loads((folder / "resume.json").read_text())
+    final = LEARNING_RATE * SCHEDULE["min_lr_ratio"]
+    names = [name for name, _ in build_model(tiny_config(MUP["mup_tied"]), seed=SEED).named_parameters()]
+    by_hand = [mup_by_hand("mup_tied", name) for name in names]
+    decayed = [any(part in name for part in ("attn.c", "mlp.c")) and name.endswith("weight") for name in names]
+    expected = {
+        (own["lr"], own["eps"], WEIGHT_DECAY * own["decay"] if decays else 0.0)
+        for own, decays in zip(by_hand, decayed, strict=True)
+    }
+    for run in got.values():
+        groups = run["groups"]
+        assert len(groups) == len(run["group_rates"]) >= 5
+        found = {(g["lr_multiplier"], g["eps_multiplier"], round(g["weight_decay"], 12)) for g in groups}
+        assert found == {(lr, eps, round(decay, 12)) for lr, eps, decay in expected}
+        for group, rate in zip(groups, run["group_rates"], strict=True):
+            assert rate == pytest.approx(final * group["lr_multiplier"], rel=1e-9)
+            assert group["lr"] == pytest.approx(rate, rel=1e-9)
+            assert group["eps"] == pytest.approx(EPSILON * group["eps_multiplier"], rel=1e-9)
+    assert len(got["straight"]["loss"]) == NUM_STEPS
+    np.testing.assert_allclose(got["resumed"]["loss"][-RESUME_AT:], got["straight"]["loss"][-RESUME_AT:], rtol=1e-6)
+
+
+def test_the_cases_of_mup_are_what_they_say() -> None:
+    """Twice the base width and depth; the hand's rates are 1, 1/2, and 1/4 where a matrix writes into the stream."""
+    for model_type, architecture in MUP.items():
+        config = tiny_config(architecture)
+        assert (config.hidden_size, config.num_hidden_layers) == (2 * MUP_BASE_WIDTH, 2 * MUP_BASE_DEPTH)
+        assert config.tie_word_embeddings == (model_type == "mup_tied")
+        model = build_model(config, seed=SEED)
+        rates = {mup_by_hand(model_type, name)["lr"] for name, _ in model.named_parameters()}
+        assert rates == ({1.0, 0.5} if model_type == "mup" else {1.0, 0.5, 0.25})
 
 
 def test_noise_estimates_of_each_step(trained: tuple[str, Path], references: dict) -> None:

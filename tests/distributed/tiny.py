@@ -24,6 +24,7 @@ _LLAMA_LIKE = {
 }
 TINY: dict[str, dict[str, Any]] = {
     "llama": _LLAMA_LIKE | {"initializer_range": 0.1},
+    "mixtral": _LLAMA_LIKE | {"initializer_range": 0.1, "num_local_experts": 4, "num_experts_per_tok": 2},
     # tied embeddings, and a loss that the stock Trainer counts wrongly
     "gpt2": {
         "vocab_size": VOCAB_SIZE,
