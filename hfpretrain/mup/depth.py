@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -27,7 +27,8 @@ from hfpretrain.model import name_template
 from hfpretrain.mup.flow import Factor
 from hfpretrain.mup.layers import WIDTH_ONLY, layer_count
 from hfpretrain.mup.probe import probe_tokens
-from hfpretrain.mup.rules import PLACES, Place
+from hfpretrain.mup.rules import PLACES, Place, at_depth
+from hfpretrain.mup.spec import MupSpec, by_template
 from hfpretrain.mup.stream import Stream, watch_stream
 
 EXPONENTS = (0.0, -0.5, -1.0)  # powers of the depth that an initialisation or a branch's factor may have
@@ -50,6 +51,33 @@ class DepthLaw:
     init_exponent: float
     forward_exponent: float
     one_plus: bool
+
+
+def across_depth(
+    spec: MupSpec, own: PreTrainedModel, base: PreTrainedModel, *, overrides: Mapping[str, Place]
+) -> MupSpec:
+    """`spec`, which is about the width, with the multipliers of the depth on top; arguments as of `depth_laws`."""
+    laws, notes = depth_laws(own, base, overrides=overrides)
+    depths = layer_count(own.config), layer_count(base.config)
+    scalings = {}
+    for name, law in laws.items():
+        scaling = spec.of(name)
+        both = at_depth(
+            scaling.multipliers,
+            law.place,
+            depth_ratio=depths[0] / depths[1],
+            own_init_exponent=law.init_exponent,
+            forward_exponent=law.forward_exponent,
+        )
+        one_plus = scaling.one_plus or law.one_plus
+        scalings[name] = replace(scaling, multipliers=both, place=law.place, one_plus=one_plus)
+    return replace(
+        spec,
+        parameters=by_template(scalings),
+        notes=tuple(dict.fromkeys([*spec.notes, *notes])),
+        depth=depths[0],
+        base_depth=depths[1],
+    )
 
 
 def depth_laws(

@@ -13,12 +13,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.model import name_template
-from hfpretrain.mup.depth import DepthLaw, depth_laws
-from hfpretrain.mup.layers import layer_count, set_depth, with_layers_of
+from hfpretrain.mup.depth import across_depth
+from hfpretrain.mup.layers import at_both_depths
 from hfpretrain.mup.measure import FinalGain, Spread, exponent, final_gain, forward_exponent, initial_spreads
 from hfpretrain.mup.probe import is_tied, probe_model, probe_tokens
 from hfpretrain.mup.roles import Placed, Shape, infinite_axes, place_all
-from hfpretrain.mup.rules import WEIGHT_DECAY_MODES, Place, Role, WeightDecayMode, at_depth, multipliers
+from hfpretrain.mup.rules import WEIGHT_DECAY_MODES, Place, Role, WeightDecayMode, multipliers
 from hfpretrain.mup.spec import MupSpec, Scaling, by_template
 from hfpretrain.mup.uses import watch_uses
 from hfpretrain.mup.width import hidden_size, scale_width
@@ -72,7 +72,7 @@ def infer(
     refuse(_argument_problems(base_width, base_config, weight_decay_mode))
     width = hidden_size(config)
     base = base_config if base_config is not None else scale_width(config, Fraction(base_width or 0, width))
-    base, shallow = _at_both_depths(config, base, base_depth, depth_overrides)
+    base, shallow = at_both_depths(config, base, base_depth, depth_overrides)
     small, double = probe_model(base), probe_model(scale_width(base, 2))
     shapes = _shapes({"base": small, "twice the base": double, "this": probe_model(config, device="meta")})
     uses = watch_uses(small, probe_tokens(small.config))
@@ -80,9 +80,6 @@ def infer(
     gain, b = _final_gain(small, placed, problems), forward_exponent(small, double)
     laws = _own_initialisation(small, double, placed, problems)
     refuse(problems)
-    depths, depth_notes = (
-        depth_laws(small, probe_model(shallow), overrides=depth_overrides or {}) if shallow else ({}, [])
-    )
     vocabulary = config.get_text_config().vocab_size
     notes = [note for name, where in placed.items() if (note := _unscaled(name, shapes[name], where, vocabulary))]
     if b is None:
@@ -99,23 +96,20 @@ def infer(
             forward_exponent=b or 0.0,
             is_embedding=parameter is small.get_input_embeddings().weight,
             gain=gain,
-            depth=depths.get(name),
-            depth_ratio=layer_count(config) / layer_count(shallow) if shallow else 1.0,
         )
         for name, parameter in small.named_parameters()
     }
     head = next((n for n, p in small.named_parameters() if p is small.get_output_embeddings().weight), None)
-    return MupSpec(
+    spec = MupSpec(
         width=width,
         base_width=hidden_size(base),
         weight_decay_mode=weight_decay_mode,
         tied=is_tied(small),
         head=None if is_tied(small) else head,
         parameters=by_template(scalings),
-        notes=tuple(dict.fromkeys([*notes, *depth_notes])),
-        depth=layer_count(config) if shallow else None,
-        base_depth=layer_count(shallow) if shallow else None,
+        notes=tuple(dict.fromkeys(notes)),
     )
+    return spec if shallow is None else across_depth(spec, small, probe_model(shallow), overrides=depth_overrides or {})
 
 
 def _scaling(
@@ -130,62 +124,28 @@ def _scaling(
     forward_exponent: float,
     is_embedding: bool,
     gain: FinalGain | None,
-    depth: DepthLaw | None,
-    depth_ratio: float,
 ) -> Scaling:
     holds_readout = gain is not None and name in gain.names
     role: Role = "tied_gain" if holds_readout else where.role
     ratio = _fan_in_ratio(base_shape, shape, where.fan_in) if where.fan_in else width_ratio
-    own = multipliers(
-        role,
-        fan_in_ratio=ratio,
-        width_ratio=width_ratio,
-        weight_decay_mode=weight_decay_mode,
-        own_init_exponent=law.exponent,
-        forward_exponent=forward_exponent if is_embedding or holds_readout else 0.0,
-    )
-    if depth is not None:
-        own = at_depth(
-            own,
-            depth.place,
-            depth_ratio=depth_ratio,
-            own_init_exponent=depth.init_exponent,
-            forward_exponent=depth.forward_exponent,
-        )
     return Scaling(
         role=role,
         shape=shape,
         base_shape=base_shape,
         fan_in_ratio=ratio,
-        multipliers=own,
+        multipliers=multipliers(
+            role,
+            fan_in_ratio=ratio,
+            width_ratio=width_ratio,
+            weight_decay_mode=weight_decay_mode,
+            own_init_exponent=law.exponent,
+            forward_exponent=forward_exponent if is_embedding or holds_readout else 0.0,
+        ),
         own_std=None if law.std is None else law.std * ratio**law.exponent,
         own_std_error=law.error,
-        one_plus=(gain is not None and name == gain.one_plus) or (depth is not None and depth.one_plus),
+        one_plus=gain is not None and name == gain.one_plus,
         why="final norm, doubles what goes into the head" if holds_readout else where.why,
-        place=None if depth is None else depth.place,
     )
-
-
-def _at_both_depths(
-    config: PreTrainedConfig, base: PreTrainedConfig, base_depth: int | None, overrides: Mapping[str, Place] | None
-) -> tuple[PreTrainedConfig, PreTrainedConfig | None]:
-    """(the base width at the run's depth, and at the base depth if that is another one)."""
-    if base_depth is None:
-        if overrides:
-            what, remedy = "depth_overrides are about the base depth, and none is given", "give base_depth too"
-            raise ConfigError([Problem(what, str(dict(overrides)), "muP arguments", remedy)])
-        return base, None  # another depth of base_config shows in its parameters
-    if base_depth < 1:
-        what, remedy = "the base depth is no depth", "a whole number above 0"
-        raise ConfigError([Problem(what, str(base_depth), "base_depth", remedy)])
-    own, given = layer_count(config), layer_count(base)
-    if given not in (own, base_depth):
-        what = "the base model's depth is given twice, and the two differ"
-        remedy = "the same number of layers in base_config and base_depth"
-        raise ConfigError([Problem(what, f"{given} and {base_depth}", "muP arguments", remedy)])
-    if base_depth == own:
-        return base, None
-    return (with_layers_of(base, config), base) if given == base_depth else (base, set_depth(base, base_depth))
 
 
 def _argument_problems(base_width: int | None, base_config: PreTrainedConfig | None, mode: str) -> list[Problem]:
