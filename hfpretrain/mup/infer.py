@@ -102,7 +102,12 @@ def study(base: PreTrainedConfig) -> Study:
     small, double = probe_model(base), probe_model(scale_width(base, 2))
     _shapes({"base": small, "twice the base": double})
     names = [name for name, _ in small.named_parameters()]
-    uses = watch_uses(small, probe_tokens(small.config))
+    try:
+        uses = watch_uses(small, probe_tokens(small.config))
+    except Exception as error:  # anything may go wrong inside an architecture's forward pass
+        what = f"{base.model_type} cannot run at width {hidden_size(base)}: {type(error).__name__}: {error}"
+        remedy = "another base width, or name the base sizes yourself: base_config"
+        raise ConfigError([Problem(what, f"width {hidden_size(base)}", "base width", remedy)]) from error
     return Study(
         small=small,
         double=double,
