@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,11 @@ def initialise(model: PreTrainedModel, *, seed: int) -> None:
 
     Raises RuntimeError for a parameter that nothing ever writes: its content would be whatever was in memory.
     """
+    initialiser(model)(seed)
+
+
+def initialiser(model: PreTrainedModel) -> Callable[[int], None]:
+    """seed -> `initialise(model, seed=seed)`; for many seeds, what must be found out about the model is found once."""
     twin, written = _meta_twin(model)
     steps = _init_steps(twin)
     tied = model.all_tied_weights_keys  # tied name -> name of the tensor it will be replaced with
@@ -71,6 +77,10 @@ def initialise(model: PreTrainedModel, *, seed: int) -> None:
             f"{type(model).__name__} never initialises {', '.join(lost[:8])} ({len(lost)} in all): neither its "
             "constructor nor its _init_weights writes them. Initialise them in _init_weights."
         )
+    return partial(_draw, twin, steps, target)
+
+
+def _draw(twin: PreTrainedModel, steps: list[InitStep], target: Mapping[str, Tensor], seed: int) -> None:
     last_use = {name: index for index, step in enumerate(steps) for name in step.touches}
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), guard_torch_init_functions():
         for index, step in enumerate(steps):
@@ -217,7 +227,7 @@ def _slot(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     return (module._parameters if key in module._parameters else module._buffers), key
 
 
-def _make_real(twin: PreTrainedModel, names: frozenset[str], target: dict[str, Tensor]) -> None:
+def _make_real(twin: PreTrainedModel, names: frozenset[str], target: Mapping[str, Tensor]) -> None:
     """Give these tensors of the twin memory on the CPU, with the model's present values (the constructor's)."""
     for name in sorted(names):
         holder, key = _slot(twin, name)

@@ -26,7 +26,8 @@ from hfpretrain.arguments.files import merge_files
 from hfpretrain.arguments.types import key_values
 from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.model import load_config
-from hfpretrain.mup.coord_check import FLAT, CoordCheck, coord_check
+from hfpretrain.mup.coord_check import LEARNING_RATE, CoordCheck, coord_check
+from hfpretrain.mup.slopes import FLAT
 from hfpretrain.small_models import NotBuildable, tiny_config
 
 
@@ -72,7 +73,9 @@ def read(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="hidden sizes [%(default)s]")
     parser.add_argument("--steps", type=int, default=4, help="Adam steps [%(default)s]")
     parser.add_argument("--seeds", type=int, default=1, help="initialisations and batches of tokens [%(default)s]")
-    parser.add_argument("--learning_rate", type=float, default=1e-3, help="at the smallest width [%(default)s]")
+    parser.add_argument(
+        "--learning_rate", type=float, default=LEARNING_RATE, help="at the smallest width [%(default)s]"
+    )
     parser.add_argument("--standard", action="store_true", help="without muP: the negative control")
     parser.add_argument(
         "--mup_overrides", type=key_values, default={}, help="regular expression=role, as in pretrain.py"

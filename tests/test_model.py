@@ -9,7 +9,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hfpretrain.errors import ConfigError
-from hfpretrain.initialisation import drawn_parameters, initialise, module_seed
+from hfpretrain.initialisation import drawn_parameters, initialise, initialiser, module_seed
 from hfpretrain.model import build_model, load_config, load_model, parameter_count, true_shape
 
 LLAMA_LIKE = {
@@ -167,6 +167,17 @@ def test_what_a_module_touches_is_measured_however_far_away():
         reference = nn.Bilinear(4, 4, 4)
     assert torch.equal(odd.mix.weight, reference.weight)
     assert odd.constant.tolist() == [7.0, 7.0]
+
+
+def test_one_initialiser_for_many_seeds_draws_what_single_ones_do():
+    model = Odd(tiny("llama"))
+    draw = initialiser(model)
+    for seed in (3, 5, 3):
+        draw(seed)
+        fresh = Odd(tiny("llama"))
+        initialise(fresh, seed=seed)
+        differing = [n for n, p in fresh.named_parameters() if not torch.equal(p, model.get_parameter(n))]
+        assert not differing
 
 
 def test_a_weight_that_nothing_writes_is_an_error(monkeypatch):

@@ -79,6 +79,31 @@ def test_an_initialisation_that_knows_the_width_is_not_scaled_twice(specs: dict[
     assert (in_proj.multipliers.init, in_proj.multipliers.lr) == (2**-0.5, 0.5)
 
 
+def test_a_power_of_the_width_before_a_product_is_taken_out() -> None:
+    """dots3 multiplies its normalised low ranks by sqrt(width / rank); dory's norms give length 1, not sqrt(width)."""
+    spec = infer(scale_width(tiny_config("dots3_note_text"), 4), base_width=64)
+    found = {
+        name: scaling
+        for name, scaling in spec.parameters.items()
+        if (scaling.multipliers.init == 0.5) and (scaling.role != "hidden")
+    }
+    assert {re.sub(r".*self_attn\.", "", name): scaling.role for name, scaling in found.items()} == {
+        "q_b_proj.weight": "input",
+        "kv_b_proj.weight": "input",
+        "indexer.wq_b.weight": "fixed",
+    }
+    for scaling in found.values():  # the weight is smaller by 4^-1/2, its gradients and Adam's epsilon larger by 4^1/2
+        eps = 4**-0.5 if scaling.role == "input" else 4**0.5
+        assert (scaling.multipliers.lr, scaling.multipliers.eps) == (0.5, eps)
+    assert "q_b_proj.weight is multiplied by width^0.5: taken out of it" in spec.explain()
+    head = infer(scale_width(tiny_config("dory"), 4), base_width=64).of("lm_head.weight").multipliers
+    assert (head.init, head.lr, head.eps) == (0.5, 0.5, 0.5)  # an output's 1/4, times 4^1/2
+
+
+def test_nothing_is_taken_out_where_nothing_is_put_in(specs: dict[str, MupSpec]) -> None:
+    assert not [note for spec in specs.values() for note in spec.notes if "multiplied by width" in note]
+
+
 def test_the_table_says_what_and_why(specs: dict[str, MupSpec]) -> None:
     lines = specs["gpt2"].explain().splitlines()
     assert lines[0] == "muP from base width 64 to 128, weight decay independent"
@@ -105,6 +130,7 @@ class Oddities(nn.Module):
         self.cube = nn.Parameter(torch.randn(heads, width, width))
         self.unused = nn.Linear(width, 9)
         self.unused_conv1d = Conv1D(6, width)
+        self.unused_image = nn.Conv2d(3, width, kernel_size=2)
         self.heads = heads
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -143,6 +169,8 @@ def test_what_a_forward_pass_shows() -> None:
         "unused.bias": ("fixed", ()),
         "unused_conv1d.weight": ("output", (0,)),
         "unused_conv1d.bias": ("fixed", ()),
+        "unused_image.weight": ("input", ()),  # 3 colours, whatever the width
+        "unused_image.bias": ("vector", ()),
     }
     assert len(problems) == 2
     mixed, cube = problems

@@ -55,6 +55,22 @@ def test_only_the_text_part_of_a_composite_model():
     assert scaled.vision_config.to_dict() == config.vision_config.to_dict()
 
 
+def test_parts_of_the_text_model_are_scaled_and_models_beside_it_are_not():
+    """DBRX keeps the sizes of its layers in sub-configurations, GIT an image encoder."""
+    scaled = scale_width(CONFIG_MAPPING["dbrx"](d_model=64, n_heads=4, ffn_config={"ffn_hidden_size": 96}), 2)
+    assert (scaled.d_model, scaled.n_heads, scaled.ffn_config.ffn_hidden_size) == (128, 8, 192)
+    assert scaled.attn_config.kv_n_heads == 1
+    config = CONFIG_MAPPING["git"](hidden_size=64, num_attention_heads=4, intermediate_size=96)
+    scaled = scale_width(config, 2)
+    assert (scaled.hidden_size, scaled.intermediate_size) == (128, 192)
+    assert scaled.vision_config.to_dict() == config.vision_config.to_dict()
+
+
+def test_a_model_of_several_widths_is_refused():
+    with pytest.raises(ConfigError, match="BltConfig has no hidden_size"):
+        scale_width(CONFIG_MAPPING["blt"](), 2)
+
+
 def test_an_encoder_decoder_whose_text_configuration_is_a_copy():
     config = CONFIG_MAPPING["bart"](
         d_model=64, decoder_attention_heads=4, decoder_ffn_dim=128, is_encoder_decoder=False

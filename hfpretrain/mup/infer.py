@@ -15,12 +15,20 @@ from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.model import name_template
 from hfpretrain.mup.depth import across_depth
 from hfpretrain.mup.layers import at_both_depths
-from hfpretrain.mup.measure import FinalGain, Spread, exponent, final_gain, forward_exponent, initial_spreads
+from hfpretrain.mup.measure import (
+    FinalGain,
+    Spread,
+    exponent,
+    fed_exponents,
+    final_gain,
+    forward_exponent,
+    initial_spreads,
+)
 from hfpretrain.mup.probe import is_tied, probe_model, probe_tokens
 from hfpretrain.mup.roles import Placed, Shape, infinite_axes, place_all
 from hfpretrain.mup.rules import WEIGHT_DECAY_MODES, Place, Role, WeightDecayMode, multipliers
 from hfpretrain.mup.spec import MupSpec, Scaling, by_template
-from hfpretrain.mup.uses import watch_uses
+from hfpretrain.mup.uses import Uses, watch_uses
 from hfpretrain.mup.width import hidden_size, scale_width
 
 MATRICES: tuple[Role, ...] = ("input", "hidden", "output")
@@ -70,20 +78,80 @@ def infer(
             with base_depth, what `depth_laws` refuses.
     """
     refuse(_argument_problems(base_width, base_config, weight_decay_mode))
-    width = hidden_size(config)
-    base = base_config if base_config is not None else scale_width(config, Fraction(base_width or 0, width))
+    base = (
+        base_config if base_config is not None else scale_width(config, Fraction(base_width or 0, hidden_size(config)))
+    )
     base, shallow = at_both_depths(config, base, base_depth, depth_overrides)
+    seen = study(base)
+    spec = infer_from(seen, config, overrides=overrides, weight_decay_mode=weight_decay_mode)
+    if shallow is None:
+        return spec
+    return across_depth(spec, seen.small, probe_model(shallow), overrides=depth_overrides or {})
+
+
+@dataclass(frozen=True)
+class Study:
+    """What the base model and one of twice its width show; the specs of all widths come from it.
+
+    Attributes:
+        small, double: the two models; their weights are those of some seed.
+        uses: of the small model's parameters in a forward pass.
+        narrow, wide: initial values of their parameters, over several seeds.
+        embedding_exponent: power of the width by which token embeddings are multiplied; None: not measured.
+        fed_exponents: parameter -> the power by which what goes into its product is, see `measure.fed_exponents`.
+    """
+
+    small: PreTrainedModel
+    double: PreTrainedModel
+    uses: Mapping[str, Uses]
+    narrow: Mapping[str, Spread]
+    wide: Mapping[str, Spread]
+    embedding_exponent: float | None
+    fed_exponents: Mapping[str, float]
+
+
+def study(base: PreTrainedConfig) -> Study:
+    """Build and measure; raises as `infer` does where a model cannot be built."""
     small, double = probe_model(base), probe_model(scale_width(base, 2))
-    shapes = _shapes({"base": small, "twice the base": double, "this": probe_model(config, device="meta")})
-    uses = watch_uses(small, probe_tokens(small.config))
-    placed, problems = place_all(small, shapes, uses, overrides if overrides is not None else {})
-    gain, b = _final_gain(small, placed, problems), forward_exponent(small, double)
-    laws = _own_initialisation(small, double, placed, problems)
+    _shapes({"base": small, "twice the base": double})
+    names = [name for name, _ in small.named_parameters()]
+    try:
+        uses = watch_uses(small, probe_tokens(small.config))
+    except Exception as error:  # anything may go wrong inside an architecture's forward pass
+        what = f"{base.model_type} cannot run at width {hidden_size(base)}: {type(error).__name__}: {error}"
+        remedy = "another base width, or name the base sizes yourself: base_config"
+        raise ConfigError([Problem(what, f"width {hidden_size(base)}", "base width", remedy)]) from error
+    return Study(
+        small=small,
+        double=double,
+        uses=uses,
+        embedding_exponent=forward_exponent(small, double),
+        fed_exponents=fed_exponents(small, double, uses),
+        narrow=initial_spreads(small, names),  # last: it leaves other weights
+        wide=initial_spreads(double, names),
+    )
+
+
+def infer_from(
+    seen: Study,
+    config: PreTrainedConfig,
+    *,
+    overrides: Mapping[str, Role] | None = None,
+    weight_decay_mode: WeightDecayMode = "independent",
+) -> MupSpec:
+    """`infer` where the base model has been studied already: the run's own width is only built without memory."""
+    small = seen.small
+    width, base_width = hidden_size(config), hidden_size(small.config)
+    shapes = _shapes({"base": small, "twice the base": seen.double, "this": probe_model(config, device="meta")})
+    placed, problems = place_all(small, shapes, seen.uses, overrides if overrides is not None else {})
+    gain = _final_gain(small, placed, problems)
+    laws = _own_initialisation(seen, placed, problems)
     refuse(problems)
-    vocabulary = config.get_text_config().vocab_size
-    notes = [note for name, where in placed.items() if (note := _unscaled(name, shapes[name], where, vocabulary))]
-    if b is None:
-        notes.append("whether embeddings are multiplied by a power of the width on their way in could not be measured")
+    embedding = next(n for n, p in small.named_parameters() if p is small.get_input_embeddings().weight)
+    head = next((n for n, p in small.named_parameters() if p is small.get_output_embeddings().weight), None)
+    b = dict(seen.fed_exponents) | {embedding: seen.embedding_exponent or 0.0}
+    if gain is not None:
+        b |= dict.fromkeys(gain.names, b[embedding] - seen.fed_exponents.get(embedding, 0.0))
     scalings = {
         name: _scaling(
             name,
@@ -91,25 +159,33 @@ def infer(
             laws[name],
             base_shape=shapes[name][0],
             shape=shapes[name][-1],
-            width_ratio=width / hidden_size(base),
+            width_ratio=width / base_width,
             weight_decay_mode=weight_decay_mode,
-            forward_exponent=b or 0.0,
-            is_embedding=parameter is small.get_input_embeddings().weight,
+            forward_exponent=b.get(name, 0.0),
             gain=gain,
         )
-        for name, parameter in small.named_parameters()
+        for name in shapes
     }
-    head = next((n for n, p in small.named_parameters() if p is small.get_output_embeddings().weight), None)
-    spec = MupSpec(
+    return MupSpec(
         width=width,
-        base_width=hidden_size(base),
+        base_width=base_width,
         weight_decay_mode=weight_decay_mode,
         tied=is_tied(small),
         head=None if is_tied(small) else head,
         parameters=by_template(scalings),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=_notes(seen, placed, shapes),
     )
-    return spec if shallow is None else across_depth(spec, small, probe_model(shallow), overrides=depth_overrides or {})
+
+
+def _notes(seen: Study, placed: Mapping[str, Placed], shapes: Mapping[str, tuple[Shape, ...]]) -> tuple[str, ...]:
+    vocabulary = seen.small.config.get_text_config().vocab_size
+    notes = [note for name, where in placed.items() if (note := _unscaled(name, shapes[name], where, vocabulary))]
+    if seen.embedding_exponent is None:
+        notes.append("whether embeddings are multiplied by a power of the width on their way in could not be measured")
+    for name, power in seen.fed_exponents.items():
+        taken = "not taken out" if placed[name].role == "hidden" else "taken out of it"
+        notes.append(f"what goes into {name_template(name)} is multiplied by width^{power:g}: {taken}")
+    return tuple(dict.fromkeys(notes))
 
 
 def _scaling(
@@ -122,7 +198,6 @@ def _scaling(
     width_ratio: float,
     weight_decay_mode: WeightDecayMode,
     forward_exponent: float,
-    is_embedding: bool,
     gain: FinalGain | None,
 ) -> Scaling:
     holds_readout = gain is not None and name in gain.names
@@ -139,7 +214,7 @@ def _scaling(
             width_ratio=width_ratio,
             weight_decay_mode=weight_decay_mode,
             own_init_exponent=law.exponent,
-            forward_exponent=forward_exponent if is_embedding or holds_readout else 0.0,
+            forward_exponent=forward_exponent,
         ),
         own_std=None if law.std is None else law.std * ratio**law.exponent,
         own_std_error=law.error,
@@ -194,14 +269,11 @@ def _final_gain(model: PreTrainedModel, placed: Mapping[str, Placed], problems: 
     return gain
 
 
-def _own_initialisation(
-    small: PreTrainedModel, double: PreTrainedModel, placed: Mapping[str, Placed], problems: list[Problem]
-) -> dict[str, Law]:
+def _own_initialisation(seen: Study, placed: Mapping[str, Placed], problems: list[Problem]) -> dict[str, Law]:
     """Name -> its law, measured over all layers of a kind, unless they differ among themselves (by depth, say)."""
-    names = list(placed)
-    narrow, wide = initial_spreads(small, names), initial_spreads(double, names)
+    narrow, wide = seen.narrow, seen.wide
     kinds: dict[str, list[str]] = {}
-    for name in names:
+    for name in placed:
         kinds.setdefault(name_template(name), []).append(name)
     laws: dict[str, Law] = {}
     for template, members in kinds.items():

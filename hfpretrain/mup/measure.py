@@ -7,7 +7,8 @@ put on top of that would count twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hfpretrain.initialisation import initialise
+from hfpretrain.initialisation import initialiser
 from hfpretrain.mup.probe import probe_tokens
+from hfpretrain.mup.uses import Uses, watch_uses
 
 EXPONENTS = (0.0, -0.5, -1.0, 0.5)  # powers of the width that an initialisation may have
 ENOUGH_NUMBERS = 4096  # standard deviations of fewer are measured over several seeds
@@ -63,13 +65,14 @@ def initial_spreads(model: PreTrainedModel, names: Sequence[str]) -> dict[str, S
     """Spread of the named parameters' initial values; re-initialises the model where one seed gives too few numbers."""
     parameters = dict(model.named_parameters())
     spreads = {name: Spread() for name in names}
+    draw = initialiser(model)
     for seed in range(1, MAX_SEEDS + 1):
         for name, spread in spreads.items():
             if spread.count < ENOUGH_NUMBERS:
                 spread.add(parameters[name])
         if all(spread.count >= ENOUGH_NUMBERS or not spread.std for spread in spreads.values()):
             break
-        initialise(model, seed=seed)
+        draw(seed)
     return spreads
 
 
@@ -129,6 +132,36 @@ def forward_exponent(base: PreTrainedModel, double: PreTrainedModel) -> float | 
     return nearest if abs(nearest - measured) < 0.12 else None
 
 
+def fed_exponents(base: PreTrainedModel, double: PreTrainedModel, at_base: Mapping[str, Uses]) -> dict[str, float]:
+    """Parameter -> power of the width, 1/2 or -1/2, by which the architecture multiplies what goes into its product.
+
+    Some multiply a normalised low rank by sqrt(width / rank) (LongCat's), some normalise to length 1 in place of
+    sqrt(width) (nGPT's). It is told from what the weights do by being exact, and by not depending on them: with all
+    contracted weights twice as large, the size of what goes in stays the same.
+
+    Args:
+        at_base: what `watch_uses` saw of `base`.
+    """
+    tokens = probe_tokens(double.config)
+    at_double = watch_uses(double, tokens)
+    with torch.no_grad():
+        for name, parameter in double.named_parameters():
+            if at_double[name].products or at_double[name].looked_up:
+                parameter.mul_(2)
+        at_larger = watch_uses(double, tokens)
+        for name, parameter in double.named_parameters():
+            if at_double[name].products or at_double[name].looked_up:
+                parameter.div_(2)
+    found = {}
+    for name in at_base:
+        sizes = [sum(seen[name].fed) / max(len(seen[name].fed), 1) for seen in (at_base, at_double, at_larger)]
+        if min(sizes) > 0 and abs(sizes[2] / sizes[1] - 1) < 0.01:
+            for power in (0.5, -0.5):
+                if abs(sizes[1] / sizes[0] / 2**power - 1) < 0.02:
+                    found[name] = power
+    return found
+
+
 @dataclass(frozen=True)
 class FinalGain:
     """The parameters whose scale is that of what goes into the head.
@@ -163,6 +196,27 @@ def final_gain(model: PreTrainedModel, vectors: Sequence[str]) -> FinalGain | No
     return None
 
 
+@contextmanager
+def doubled(model: PreTrainedModel, names: Sequence[str], one_plus: str | None) -> Iterator[None]:
+    """The model with these gains and biases at twice their effective size, and as it was afterwards."""
+    parameters = dict(model.named_parameters())
+    saved = {name: parameters[name].detach().clone() for name in names}
+    try:
+        with torch.no_grad():
+            for name in names:
+                parameters[name].mul_(2).add_(1.0 if name == one_plus else 0.0)
+        yield
+    finally:
+        with torch.no_grad():
+            for name in names:
+                parameters[name].copy_(saved[name])
+
+
+def is_twice(twice: Tensor, once: Tensor) -> bool:
+    """Whether one is the other's double up to rounding."""
+    return torch.allclose(twice, 2 * once, rtol=1e-4, atol=1e-5 * float(once.abs().max()))
+
+
 def _doubles(model: PreTrainedModel, names: Sequence[str], one_plus: str | None) -> bool:
     tokens = probe_tokens(model.config)
     parameters = dict(model.named_parameters())
@@ -176,13 +230,11 @@ def _doubles(model: PreTrainedModel, names: Sequence[str], one_plus: str | None)
             for name in names:  # a bias of zero would double whatever is done with it
                 parameters[name].add_(0.1 * torch.randn(saved[name].shape, generator=generator))
             model(input_ids=tokens)
-            for name in names:
-                parameters[name].mul_(2).add_(1.0 if name == one_plus else 0.0)
-            model(input_ids=tokens)
+            with doubled(model, names, one_plus):
+                model(input_ids=tokens)
     finally:
         handle.remove()
         with torch.no_grad():
             for name in names:
                 parameters[name].copy_(saved[name])
-    once, twice = seen[0], seen[-1]
-    return len(seen) == 2 and bool(torch.allclose(twice, 2 * once, rtol=1e-4, atol=1e-5 * float(once.abs().max())))
+    return len(seen) == 2 and is_twice(seen[1], seen[0])

@@ -19,6 +19,7 @@ from hfpretrain.mup.rules import ROLES, Role
 from hfpretrain.mup.uses import Uses
 
 Shape = tuple[int, ...]
+_CONVOLUTIONS = nn.Conv1d | nn.Conv2d | nn.Conv3d  # weight [out, in / groups, ...]
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,13 @@ def _by_type(
     """Where the forward pass does not show it: what the module's type says, or what holds either way round."""
     kind = type(module).__name__
     is_weight = name.rpartition(".")[2] == "weight"
-    if isinstance(module, nn.Linear | Conv1D) and is_weight:
-        fan_in = infinite & {1 if isinstance(module, nn.Linear) else 0}
+    if isinstance(module, nn.Linear | Conv1D | _CONVOLUTIONS) and is_weight and getattr(module, "groups", 1) == 1:
+        fan_in = infinite & {0 if isinstance(module, Conv1D) else 1}
         role, axes = _of_product(fan_in, infinite - fan_in)
         return Placed(role, axes, f"{how}; a {kind}")
     if isinstance(module, nn.Embedding):
         return Placed("input", (), f"{how}; an embedding")
-    if len(sizes[0]) == 1 and (isinstance(module, nn.Linear | Conv1D) or "norm" in kind.lower()):
+    if len(sizes[0]) == 1 and (isinstance(module, nn.Linear | Conv1D | _CONVOLUTIONS) or "norm" in kind.lower()):
         return Placed("vector", (), f"{how}; of a {kind}")
     if len(infinite) == 2 and _ratios_agree(sizes, infinite):
         return Placed("hidden", (max(infinite),), f"{how}; two dimensions grow alike")

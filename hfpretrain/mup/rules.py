@@ -111,11 +111,12 @@ def multipliers(
         own_init_exponent: power of the width that the architecture's own initialisation already has (-1/2 for one that
             divides by sqrt(fan_in)); taken off, so that nothing is scaled twice.
         forward_exponent: power b of the width by which the architecture multiplies its token embeddings (1/2 for
-            Gemma). The embedding takes n^-b of it in init and lr; with a tied head, the final gain takes the rest.
+            Gemma), or what goes into this matrix. The matrix takes n^-b of it in init and lr; with a tied head, the
+            final gain takes the rest. Hidden weights take nothing: what they feed may count on the power.
     """
     rule = RULES[role]
     b = forward_exponent
-    shift = {"input": -b, "tied_gain": b}.get(role, 0.0)
+    shift = {"input": -b, "output": -b, "fixed": -b, "tied_gain": b}.get(role, 0.0)
     init = fan_in_ratio ** (rule.init + shift - own_init_exponent)
     lr = fan_in_ratio ** (rule.lr + shift)
     decay = 1.0 / lr if weight_decay_mode == "independent" else 1.0

@@ -47,6 +47,7 @@ class Uses:
         touched: any operation saw it.
         looked_up: rows of it were taken by index (an embedding).
         products: its uses in matrix products.
+        fed: root mean square of what it is multiplied with there, one number per use.
         copied: something computed from parameters alone, this one among them, went into a matrix product: which axes
             were contracted is then unknown.
     """
@@ -54,6 +55,7 @@ class Uses:
     touched: bool = False
     looked_up: bool = False
     products: set[Product] = field(default_factory=set)
+    fed: list[float] = field(default_factory=list)
     copied: bool = False
 
     def merge(self, other: Uses) -> None:
@@ -61,6 +63,7 @@ class Uses:
         self.touched |= other.touched
         self.looked_up |= other.looked_up
         self.products |= other.products
+        self.fed = self.fed + other.fed
         self.copied |= other.copied
 
 
@@ -107,6 +110,8 @@ class _Watch(TorchDispatchMode):
             name = self._own.get(_storage(tensor))
             if name is not None:
                 self.uses[name].products.add(_product(tensor, self.parameters[name], contracted))
+                others = [args[other] for other in operands if other != position]
+                self.uses[name].fed += [float(other.square().mean().sqrt()) for other in others]
             for source in self._derived.get(_storage(tensor), ()):
                 self.uses[source].copied = True
 

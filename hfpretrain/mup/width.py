@@ -25,16 +25,29 @@ _FEED_FORWARD = (
 )
 _HEADS = (
     r"((encoder|decoder|num|swa_num|num_encoder|num_decoder)_)?attention_heads|n_heads?|num_heads|num_query_groups|"
-    r"linear_num_(heads|key_heads|value_heads)|mamba_(n|num)_heads"
+    r"linear_num_(heads|key_heads|value_heads)|mamba_(n|num)_heads|n_mamba_heads"
 )
 _KEY_VALUE_HEADS = r"(num|n|swa_num|num_global)_(key_value|kv)_heads"  # one head for all queries stays one
 _STEP_RANKS = r"time_step_rank|mamba_dt_rank"  # "auto" means ceil(width / 16); a rank of any other size stays
 _WIDTHS = re.compile(rf"({_HIDDEN}|{_FEED_FORWARD}|{_HEADS}|{_KEY_VALUE_HEADS})")
 
 
+_DEPTH = re.compile(r"(\w+_)?(n_layers?|layers|depths?|num_blocks)")
+
+
 def hidden_size(config: PreTrainedConfig) -> int:
-    """The width of the residual stream, by which a model's width is named."""
-    return int(config.get_text_config().hidden_size)
+    """The width of the residual stream, by which a model's width is named.
+
+    Raises:
+        ConfigError: the architecture has no one width.
+    """
+    size = getattr(config.get_text_config(), "hidden_size", None)
+    if not isinstance(size, int):
+        what = f"{type(config).__name__} has no hidden_size, the one width that a model's others follow"
+        raise ConfigError(
+            [Problem(what, str(size), "configuration", "an architecture of one width, or train without muP")]
+        )
+    return size
 
 
 def scale_width(config: PreTrainedConfig, ratio: Fraction | int) -> PreTrainedConfig:
@@ -46,18 +59,20 @@ def scale_width(config: PreTrainedConfig, ratio: Fraction | int) -> PreTrainedCo
     """
     settings = config.to_dict()
     part = text_part(config)
-    text = settings if part is None else settings[part]
     own = hidden_size(config)
-    widths = {name: value for name, value in text.items() if _is_width(name, value, own)}
-    broken = {name: value for name, value in widths.items() if any((v * ratio) % 1 for v in _numbers(value))}
+    places = _places(config if part is None else getattr(config, part), settings if part is None else settings[part])
+    found = [(place, name, value) for place in places for name, value in place.items() if _is_width(name, value, own)]
+    widths = {name: value for _, name, value in found}
+    broken = {name: value for _, name, value in found if any((v * ratio) % 1 for v in _numbers(value))}
     if broken:
         raise ConfigError([_not_whole(own, ratio, broken, widths)])
-    text |= {name: _scaled(value, ratio) for name, value in widths.items()}
+    for place, name, value in found:
+        place[name] = _scaled(value, ratio)
     try:
         return type(config).from_dict(settings)
     except Exception as error:  # each architecture has its own way to say that its sizes do not fit
         what = f"{type(config).__name__} refuses to be scaled to width {own * ratio}: {error}"
-        given = ", ".join(f"{name}={text[name]}" for name in widths)
+        given = ", ".join(f"{name}={place[name]}" for place, name, _ in found)
         raise ConfigError([Problem(what, given, "base width", "name the base sizes yourself: base_config")]) from error
 
 
@@ -68,6 +83,18 @@ def text_part(config: PreTrainedConfig) -> str | None:
     """
     text = config.get_text_config()
     return next((name for name, value in vars(config).items() if value is text and value is not config), None)
+
+
+def _places(part: PreTrainedConfig, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The settings that hold widths of this model: its own, and those of its parts.
+
+    A part with a depth of its own is another model beside the text's (an image encoder): its widths are its own.
+    """
+    places = [settings]
+    for name, value in vars(part).items():
+        if isinstance(value, PreTrainedConfig) and not any(_DEPTH.fullmatch(key) for key in dir(value)):
+            places += _places(value, settings[name])
+    return places
 
 
 def _is_width(name: str, value: Any, own: int) -> bool:
