@@ -182,10 +182,12 @@ def summary(rows: Sequence[Row]) -> list[str]:
     measured = [row for row in rows if row.control]
     fails = [row for row in measured if row.control_verdict == "not flat"]
     passes = ", ".join(row.model_type for row in measured if row not in fails)
+    missing = sorted(set(causal_model_types()) - {row.model_type for row in rows})
     return [
         "- Verdicts: " + "; ".join(f"{name}: {n}" for name, n in Counter(row.verdict for row in rows).most_common()),
         f"- Without muP the same check says not flat on {len(fails)} of {len(measured)}"
         + (f"; flat: {passes}" if passes else ""),
+        *([f"- Not run: {len(missing)} of {len(causal_model_types())}: {', '.join(missing)}"] if missing else []),
     ]
 
 

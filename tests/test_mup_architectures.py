@@ -11,6 +11,7 @@ import pytest
 
 import mup_architectures
 from hfpretrain.errors import ConfigError
+from hfpretrain.small_models import causal_model_types
 from mup_architectures import Row, examine, made_with, main
 
 
@@ -48,6 +49,7 @@ def test_a_stopped_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert asked == ["llama", "gpt2", "gpt2"]
     text = output.read_text()
     assert "- Verdicts: flat: 2\n- Without muP the same check says not flat on 1 of 2; flat: gpt2\n" in text
+    assert f"- Not run: {len(causal_model_types()) - 2} of {len(causal_model_types())}: afmoe, " in text
     rows = [line for line in text.splitlines() if line.startswith(("| gpt2", "| llama"))]
     assert rows[0].startswith("| gpt2 | flat | no | 1 |")
     assert all(row.count("|") == 9 for row in rows)

@@ -202,6 +202,14 @@ def test_what_cannot_be_is_refused() -> None:
         infer(wide("llama"), base_config=deeper)
 
 
+def test_sizes_that_do_not_run_are_refused() -> None:
+    """Three key-value heads cannot be shared among four query heads: seen in a forward pass only."""
+    config = tiny_config("llama")
+    broken = type(config).from_dict(config.to_dict() | {"num_key_value_heads": 3})
+    with pytest.raises(ConfigError, match="llama cannot run at width 64"):
+        infer(tiny_config("llama"), base_config=broken)
+
+
 def test_a_tied_head_without_a_gain_is_refused() -> None:
     """OLMo's norms have no parameters."""
     with pytest.raises(ConfigError, match="tie_word_embeddings: false in config_overrides"):

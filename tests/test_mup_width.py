@@ -66,6 +66,13 @@ def test_parts_of_the_text_model_are_scaled_and_models_beside_it_are_not():
     assert scaled.vision_config.to_dict() == config.vision_config.to_dict()
 
 
+def test_mamba_heads_by_either_name():
+    small = CONFIG_MAPPING["mamba2"](hidden_size=64, num_heads=8, head_dim=16)
+    assert scale_width(small, 2).num_heads == 16
+    small = CONFIG_MAPPING["zamba2"](hidden_size=64, n_mamba_heads=8, num_attention_heads=4, num_key_value_heads=4)
+    assert scale_width(small, 2).n_mamba_heads == 16
+
+
 def test_a_model_of_several_widths_is_refused():
     with pytest.raises(ConfigError, match="BltConfig has no hidden_size"):
         scale_width(CONFIG_MAPPING["blt"](), 2)

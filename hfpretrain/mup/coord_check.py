@@ -100,7 +100,7 @@ def coord_check(
         for seed in range(seeds):
             model = probe_model(scaled, seed=seed)
             if not standard:
-                apply(model, cast(MupSpec, spec))
+                apply(model, spec)
             tokens = probe_tokens(scaled, rows=ROWS, tokens=TOKENS, seed=seed)
             for kind, of_kind in _train(model, None if standard else spec, seen, tokens, steps, width, lr).items():
                 records[kind].append(of_kind)

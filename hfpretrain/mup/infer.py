@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.model import name_template
-from hfpretrain.mup.depth import DepthLaw, depth_laws
-from hfpretrain.mup.layers import layer_count, set_depth, with_layers_of
+from hfpretrain.mup.depth import across_depth
+from hfpretrain.mup.layers import at_both_depths
 from hfpretrain.mup.measure import (
     FinalGain,
     Spread,
@@ -26,7 +26,7 @@ from hfpretrain.mup.measure import (
 )
 from hfpretrain.mup.probe import is_tied, probe_model, probe_tokens
 from hfpretrain.mup.roles import Placed, Shape, infinite_axes, place_all
-from hfpretrain.mup.rules import WEIGHT_DECAY_MODES, Place, Role, WeightDecayMode, at_depth, multipliers
+from hfpretrain.mup.rules import WEIGHT_DECAY_MODES, Place, Role, WeightDecayMode, multipliers
 from hfpretrain.mup.spec import MupSpec, Scaling, by_template
 from hfpretrain.mup.uses import Uses, watch_uses
 from hfpretrain.mup.width import hidden_size, scale_width
@@ -78,17 +78,15 @@ def infer(
             with base_depth, what `depth_laws` refuses.
     """
     refuse(_argument_problems(base_width, base_config, weight_decay_mode))
-    width = hidden_size(config)
-    base = base_config if base_config is not None else scale_width(config, Fraction(base_width or 0, width))
-    base, shallow = _at_both_depths(config, base, base_depth, depth_overrides)
-    return infer_from(
-        study(base),
-        config,
-        shallow=shallow,
-        overrides=overrides,
-        depth_overrides=depth_overrides,
-        weight_decay_mode=weight_decay_mode,
+    base = (
+        base_config if base_config is not None else scale_width(config, Fraction(base_width or 0, hidden_size(config)))
     )
+    base, shallow = at_both_depths(config, base, base_depth, depth_overrides)
+    seen = study(base)
+    spec = infer_from(seen, config, overrides=overrides, weight_decay_mode=weight_decay_mode)
+    if shallow is None:
+        return spec
+    return across_depth(spec, seen.small, probe_model(shallow), overrides=depth_overrides or {})
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,12 @@ def study(base: PreTrainedConfig) -> Study:
     small, double = probe_model(base), probe_model(scale_width(base, 2))
     _shapes({"base": small, "twice the base": double})
     names = [name for name, _ in small.named_parameters()]
-    uses = watch_uses(small, probe_tokens(small.config))
+    try:
+        uses = watch_uses(small, probe_tokens(small.config))
+    except Exception as error:  # anything may go wrong inside an architecture's forward pass
+        what = f"{base.model_type} cannot run at width {hidden_size(base)}: {type(error).__name__}: {error}"
+        remedy = "another base width, or name the base sizes yourself: base_config"
+        raise ConfigError([Problem(what, f"width {hidden_size(base)}", "base width", remedy)]) from error
     return Study(
         small=small,
         double=double,
@@ -133,16 +136,10 @@ def infer_from(
     seen: Study,
     config: PreTrainedConfig,
     *,
-    shallow: PreTrainedConfig | None = None,
     overrides: Mapping[str, Role] | None = None,
-    depth_overrides: Mapping[str, Place] | None = None,
     weight_decay_mode: WeightDecayMode = "independent",
 ) -> MupSpec:
-    """`infer` where the base model has been studied already: the run's own width is only built without memory.
-
-    Args:
-        shallow: the base model's configuration at the base depth; None: no rule for depth.
-    """
+    """`infer` where the base model has been studied already: the run's own width is only built without memory."""
     small = seen.small
     width, base_width = hidden_size(config), hidden_size(small.config)
     shapes = _shapes({"base": small, "twice the base": seen.double, "this": probe_model(config, device="meta")})
@@ -155,9 +152,6 @@ def infer_from(
     b = dict(seen.fed_exponents) | {embedding: seen.embedding_exponent or 0.0}
     if gain is not None:
         b |= dict.fromkeys(gain.names, b[embedding] - seen.fed_exponents.get(embedding, 0.0))
-    depths, depth_notes = (
-        depth_laws(small, probe_model(shallow), overrides=depth_overrides or {}) if shallow else ({}, [])
-    )
     scalings = {
         name: _scaling(
             name,
@@ -169,8 +163,6 @@ def infer_from(
             weight_decay_mode=weight_decay_mode,
             forward_exponent=b.get(name, 0.0),
             gain=gain,
-            depth=depths.get(name),
-            depth_ratio=layer_count(config) / layer_count(shallow) if shallow else 1.0,
         )
         for name in shapes
     }
@@ -181,9 +173,7 @@ def infer_from(
         tied=is_tied(small),
         head=None if is_tied(small) else head,
         parameters=by_template(scalings),
-        notes=tuple(dict.fromkeys([*_notes(seen, placed, shapes), *depth_notes])),
-        depth=layer_count(config) if shallow else None,
-        base_depth=layer_count(shallow) if shallow else None,
+        notes=_notes(seen, placed, shapes),
     )
 
 
@@ -209,62 +199,28 @@ def _scaling(
     weight_decay_mode: WeightDecayMode,
     forward_exponent: float,
     gain: FinalGain | None,
-    depth: DepthLaw | None,
-    depth_ratio: float,
 ) -> Scaling:
     holds_readout = gain is not None and name in gain.names
     role: Role = "tied_gain" if holds_readout else where.role
     ratio = _fan_in_ratio(base_shape, shape, where.fan_in) if where.fan_in else width_ratio
-    own = multipliers(
-        role,
-        fan_in_ratio=ratio,
-        width_ratio=width_ratio,
-        weight_decay_mode=weight_decay_mode,
-        own_init_exponent=law.exponent,
-        forward_exponent=forward_exponent,
-    )
-    if depth is not None:
-        own = at_depth(
-            own,
-            depth.place,
-            depth_ratio=depth_ratio,
-            own_init_exponent=depth.init_exponent,
-            forward_exponent=depth.forward_exponent,
-        )
     return Scaling(
         role=role,
         shape=shape,
         base_shape=base_shape,
         fan_in_ratio=ratio,
-        multipliers=own,
+        multipliers=multipliers(
+            role,
+            fan_in_ratio=ratio,
+            width_ratio=width_ratio,
+            weight_decay_mode=weight_decay_mode,
+            own_init_exponent=law.exponent,
+            forward_exponent=forward_exponent,
+        ),
         own_std=None if law.std is None else law.std * ratio**law.exponent,
         own_std_error=law.error,
-        one_plus=(gain is not None and name == gain.one_plus) or (depth is not None and depth.one_plus),
+        one_plus=gain is not None and name == gain.one_plus,
         why="final norm, doubles what goes into the head" if holds_readout else where.why,
-        place=None if depth is None else depth.place,
     )
-
-
-def _at_both_depths(
-    config: PreTrainedConfig, base: PreTrainedConfig, base_depth: int | None, overrides: Mapping[str, Place] | None
-) -> tuple[PreTrainedConfig, PreTrainedConfig | None]:
-    """(the base width at the run's depth, and at the base depth if that is another one)."""
-    if base_depth is None:
-        if overrides:
-            what, remedy = "depth_overrides are about the base depth, and none is given", "give base_depth too"
-            raise ConfigError([Problem(what, str(dict(overrides)), "muP arguments", remedy)])
-        return base, None  # another depth of base_config shows in its parameters
-    if base_depth < 1:
-        what, remedy = "the base depth is no depth", "a whole number above 0"
-        raise ConfigError([Problem(what, str(base_depth), "base_depth", remedy)])
-    own, given = layer_count(config), layer_count(base)
-    if given not in (own, base_depth):
-        what = "the base model's depth is given twice, and the two differ"
-        remedy = "the same number of layers in base_config and base_depth"
-        raise ConfigError([Problem(what, f"{given} and {base_depth}", "muP arguments", remedy)])
-    if base_depth == own:
-        return base, None
-    return (with_layers_of(base, config), base) if given == base_depth else (base, set_depth(base, base_depth))
 
 
 def _argument_problems(base_width: int | None, base_config: PreTrainedConfig | None, mode: str) -> list[Problem]:

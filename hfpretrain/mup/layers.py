@@ -13,11 +13,42 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hfpretrain.errors import ConfigError, Problem
+from hfpretrain.mup.rules import Place
 from hfpretrain.mup.width import text_part
 
 WIDTH_ONLY = "leave base_depth out: width only"
 _OTHER_LISTS = re.compile(r"token_id|architectures|section|keys_to_ignore")
 _LAYER_INDICES = re.compile(r"layer_ids$|idxs$|moe_layers$|mlp_only_layers$|layer_indices$")
+
+
+def at_both_depths(
+    config: PreTrainedConfig, base: PreTrainedConfig, base_depth: int | None, overrides: Mapping[str, Place] | None
+) -> tuple[PreTrainedConfig, PreTrainedConfig | None]:
+    """(the base width at the run's depth, and at the base depth if that is another one).
+
+    Args:
+        base: the base model's widths, at its own depth or at that of `config`.
+        overrides: of places in residual branches, which need a base depth.
+
+    Raises:
+        ConfigError: a base depth below 1, or given twice; overrides without one; what `set_depth` refuses.
+    """
+    if base_depth is None:
+        if overrides:
+            what, remedy = "depth_overrides are about the base depth, and none is given", "give base_depth too"
+            raise ConfigError([Problem(what, str(dict(overrides)), "muP arguments", remedy)])
+        return base, None  # another depth of base_config shows in its parameters
+    if base_depth < 1:
+        what, remedy = "the base depth is no depth", "a whole number above 0"
+        raise ConfigError([Problem(what, str(base_depth), "base_depth", remedy)])
+    own, given = layer_count(config), layer_count(base)
+    if given not in (own, base_depth):
+        what = "the base model's depth is given twice, and the two differ"
+        remedy = "the same number of layers in base_config and base_depth"
+        raise ConfigError([Problem(what, f"{given} and {base_depth}", "muP arguments", remedy)])
+    if base_depth == own:
+        return base, None
+    return (with_layers_of(base, config), base) if given == base_depth else (base, set_depth(base, base_depth))
 
 
 def layer_count(config: PreTrainedConfig) -> int:

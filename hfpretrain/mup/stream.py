@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hfpretrain.errors import ConfigError, Problem
 from hfpretrain.mup.flow import CONSTANT, STREAM, Flow, result, tensors, together
 
 
@@ -61,6 +62,9 @@ def watch_stream(
     Args:
         sums: of another pass over the same tokens; the stream is set to them after each addition, so that every branch
             reads what it read then, whatever this pass's branches add.
+
+    Raises:
+        ConfigError: the model fails.
     """
     watch = _Watch(model, sums)
     handles = [
@@ -74,6 +78,10 @@ def watch_stream(
     try:
         with watch, torch.no_grad():
             model(input_ids=tokens)
+    except Exception as error:  # anything may go wrong inside an architecture's forward pass
+        what = f"{type(model).__name__} cannot run with {len(layers)} layers: {type(error).__name__}: {error}"
+        remedy = "another base depth, or name the base model's settings yourself: base_config with that depth"
+        raise ConfigError([Problem(what, f"{len(layers)} layers", "base depth", remedy)]) from error
     finally:
         for handle in handles:
             handle.remove()

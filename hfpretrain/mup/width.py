@@ -25,7 +25,7 @@ _FEED_FORWARD = (
 )
 _HEADS = (
     r"((encoder|decoder|num|swa_num|num_encoder|num_decoder)_)?attention_heads|n_heads?|num_heads|num_query_groups|"
-    r"linear_num_(heads|key_heads|value_heads)|mamba_(n|num)_heads"
+    r"linear_num_(heads|key_heads|value_heads)|mamba_(n|num)_heads|n_mamba_heads"
 )
 _KEY_VALUE_HEADS = r"(num|n|swa_num|num_global)_(key_value|kv)_heads"  # one head for all queries stays one
 _STEP_RANKS = r"time_step_rank|mamba_dt_rank"  # "auto" means ceil(width / 16); a rank of any other size stays
