@@ -33,7 +33,6 @@ from hfpretrain.training.run_length import RunLength, derive, source_of
 from hfpretrain.verdicts import Verdicts
 
 T = TypeVar("T")
-MUP_FIELDS = ("mup_base_width", "mup_base_config", "mup_base_depth", "mup_overrides", "mup_depth_overrides")
 SCHEDULE_FIELDS = (
     *("lr_scheduler_type", "warmup_steps", "warmup_fraction", "decay_steps", "decay_fraction", "decay_shape"),
     "min_lr_ratio",
@@ -180,7 +179,7 @@ def _model(parsed: Parsed, verdicts: Verdicts) -> PreTrainedConfig | None:
         if tokenizer is not None:
             verdicts.problem("model", check_vocabulary(config, tokenizer, args))
     mup = model_args.mup_base_width is not None or model_args.mup_base_config
-    if mup and not parsed.contradicted & set(MUP_FIELDS):
+    if mup and not any(name.startswith("mup_") for name in parsed.contradicted):
         refused = verdicts.problem("muP", check_mup_optimizer(args))
         if verdicts.problems and not refused:  # without problems it is made once, later
             verdicts.attempt("muP", mup_spec, config, model_args, args, tokenizer=tokenizer)
