@@ -16,7 +16,7 @@ ALLOWED = {
     "model": {"initialisation"},
     "bpb": {"data", "loss"},
     "mup": {"initialisation", "model"},
-    "model_counts": {"model"},
+    "model_counts": {"model", "product_watch"},
 }
 PURE = [
     *("bpb.windows", "bpb.compare", "bpb.coders", "data.packing", "data.order", "errors", "mup.rules"),
