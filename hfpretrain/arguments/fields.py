@@ -20,8 +20,8 @@ import torch
 from transformers import TrainingArguments
 
 from hfpretrain.arguments.command_line import read_command_line
+from hfpretrain.arguments.defaults import settle
 from hfpretrain.arguments.rules import check_values
-from hfpretrain.arguments.types import NoiseScaleRamp, batch_ramp
 from hfpretrain.errors import ConfigError, Problem, refuse
 
 
@@ -409,16 +409,6 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArgume
     if reading.sources["gradient_accumulation_steps"] != "default":
         args.accumulation_asked = values.gradient_accumulation_steps
     return model_args, data_args, args
-
-
-def settle(values: SimpleNamespace, sources: dict[str, str]) -> None:
-    """Fill in the defaults that follow from other fields."""
-    nothing_held_out = values.validation_fraction == 0 and not values.eval_data
-    if nothing_held_out and sources["eval_strategy"] == "default":
-        values.eval_strategy = "no"
-    marks = batch_ramp(values.batch_ramp) if values.batch_ramp is not None else None
-    if marks is not None and not isinstance(marks, NoiseScaleRamp) and sources["batch_tokens"] == "default":
-        values.batch_tokens = marks[-1][1]
 
 
 def _refused_by_transformers(error: Exception, sources: dict[str, str]) -> Problem:
