@@ -150,7 +150,7 @@ def _without_memory(config: PreTrainedConfig, attention: str, *, device: str) ->
     with torch.device(device), warnings.catch_warnings(action="ignore"):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), **kwargs)
     model.config.use_cache = False
-    return model.eval()  # type: ignore[no-any-return]
+    return model.eval()
 
 
 # --- what it means ---------------------------------------------------------------------------------------------------
