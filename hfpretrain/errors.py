@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,29 @@ class Problem:
         return f"{self.what}\n      given:  {self.given}  ({self.source})\n      remedy: {self.remedy}"
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """One line of what was checked before the first step.
+
+    Attributes:
+        check: what was looked at, one word.
+        verdict: "ok"; "note": allowed, but worth a look; "problem": the run is refused.
+        why: what was found.
+        value, source, remedy: as in `Problem`; empty where there is nothing to change.
+    """
+
+    check: str
+    verdict: Literal["ok", "note", "problem"]
+    why: str
+    value: str = ""
+    source: str = ""
+    remedy: str = ""
+
+
 class ConfigError(ValueError):
     """Raised before the first step with *all* problems that were found, so that none costs a launch of its own."""
+
+    agreed = False  # whether every rank raises the same, so that one of them may speak for all
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)

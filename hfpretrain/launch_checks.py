@@ -21,12 +21,6 @@ from hfpretrain.errors import Problem
 _SETTLING_SECONDS = 0.2  # a thread needs microseconds of it; the rest is for a machine that is busy
 _MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
-# DeepSpeed key -> the argument that owns the number. "auto" lets the argument through.
-_OWNED_BY_ARGUMENTS = {
-    "gradient_clipping": "max_grad_norm",
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-}
-
 
 def check_launch(args: Any, *, env: Mapping[str, str] | None = None) -> list[Problem]:
     """How the processes were started.
@@ -62,6 +56,28 @@ def check_launch(args: Any, *, env: Mapping[str, str] | None = None) -> list[Pro
         what = "accelerate's configuration sets gradient accumulation, which follows from batch_tokens here"
         remedy = "leave gradient_accumulation_steps out of it"
         problems.append(Problem(what, accumulation, "accelerate launch", remedy))
+    return problems + _check_plugins(args, env)
+
+
+def _check_plugins(args: Any, env: Mapping[str, str]) -> list[Problem]:
+    """Ways to share a model that accelerate's configuration can turn on and that this trainer's data does not know."""
+    problems = []
+    for name, what in (("FSDP", "FSDP"), ("MEGATRON_LM", "Megatron-LM")):
+        if env.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
+            what = f"accelerate's configuration asks for {what}; sharding is DeepSpeed's here"
+            remedy = "accelerate_configs/zero1.yaml, zero2.yaml or zero3.yaml"
+            problems.append(Problem(what, f"ACCELERATE_USE_{name}=true", "accelerate launch", remedy))
+    sizes = {f"{way}_size": env.get(f"PARALLELISM_CONFIG_{way.upper()}_SIZE", "1") for way in ("tp", "cp", "sp")}
+    split = ", ".join(f"{name}: {size}" for name, size in sizes.items() if size != "1")
+    if split:
+        what = "accelerate's configuration lets ranks share rows, but every rank is given rows of its own here"
+        remedy = "leave the parallelism_config_* keys out of it; more ranks are more rows at once"
+        problems.append(Problem(what, split, "accelerate launch", remedy))
+    compiler = env.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if compiler.lower() != "no" and not getattr(args, "torch_compile", False):
+        what = "accelerate's configuration compiles the model, and the arguments do not say so"
+        remedy = "torch_compile: true here, or no dynamo_backend there"
+        problems.append(Problem(what, f"dynamo_backend: {compiler}", "accelerate launch", remedy))
     return problems
 
 
@@ -86,46 +102,11 @@ def deepspeed_config(args: Any) -> dict[str, Any] | None:
     return config
 
 
-def check_deepspeed(config: Mapping[str, Any] | None, args: Any) -> list[Problem]:
-    """What a DeepSpeed configuration must not decide.
-
-    Args:
-        config: the configuration as a mapping (see `deepspeed_config`), None without DeepSpeed.
-        args: the training arguments that own the numbers.
-    """
-    if config is None:
-        return []
-    problems = []
-
-    def add(what: str, given: str, remedy: str) -> None:
-        problems.append(Problem(what, given, "DeepSpeed configuration", remedy))
-
-    if "optimizer" in config:
-        what = "an optimizer block replaces the parameter groups: embeddings, biases and norms would be decayed too"
-        add(what, f"optimizer: {config['optimizer']}", "remove it; use optim, learning_rate, weight_decay, adam_*")
-    if "scheduler" in config:
-        what = "a scheduler block replaces the schedule, and DeepSpeed's end at no minimum and know no WSD"
-        add(what, f"scheduler: {config['scheduler']}", "remove it; use lr_scheduler_type, warmup_*, decay_*")
-    if "gradient_clipping" not in config:
-        what = "without gradient_clipping DeepSpeed does not clip at all, whatever max_grad_norm says"
-        add(what, "no such key", '"gradient_clipping": "auto"')
-    for key, owner in _OWNED_BY_ARGUMENTS.items():
-        value, ours = config.get(key, "auto"), getattr(args, owner)
-        if value not in ("auto", ours):
-            add(f"{key} contradicts {owner}", f"{key}: {value}, {owner}: {ours}", f'"{key}": "auto"')
-    accumulation = config.get("gradient_accumulation_steps", "auto")
-    if accumulation not in ("auto", 1):
-        what = "the Trainer feeds whole steps; DeepSpeed must not accumulate by itself"
-        add(what, f"gradient_accumulation_steps: {accumulation}", '"gradient_accumulation_steps": "auto"')
-    for key, ours in (("bf16", args.bf16), ("fp16", args.fp16)):
-        enabled = config.get(key, {}).get("enabled", "auto")
-        if enabled not in ("auto", ours):
-            add(
-                f"{key} is set in two ways",
-                f"{key}.enabled: {enabled}, {key}: {ours}",
-                f'"{key}": {{"enabled": "auto"}}',
-            )
-    return problems
+def deepspeed_source(args: Any) -> str:
+    """The file that the DeepSpeed configuration comes from, as far as it is known."""
+    if isinstance(getattr(args, "deepspeed", None), str):
+        return str(args.deepspeed)
+    return os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "DeepSpeed configuration")
 
 
 def check_agreement(**facts: Any) -> list[Problem]:
@@ -200,6 +181,15 @@ def _verify_deepspeed(engine: nn.Module, config: Mapping[str, Any], args: Any) -
         given = f"{engine.gradient_clipping()}, max_grad_norm: {args.max_grad_norm}"
         problems.append(Problem(what, given, "wrapped model", '"gradient_clipping": "auto"'))
     return problems
+
+
+def describe_engine(model_wrapped: nn.Module, args: Any) -> str:
+    """What wraps the model, in one line."""
+    name = type(model_wrapped).__name__
+    if deepspeed_config(args) is None:
+        return f"{name} on {args.world_size} process(es)"
+    engine: Any = model_wrapped
+    return f"{name} at ZeRO {engine.zero_optimization_stage()} on {args.world_size} process(es)"
 
 
 def verify_gradient_signals(accelerator: Any, args: Any) -> list[Problem]:

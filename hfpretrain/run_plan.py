@@ -29,7 +29,7 @@ from hfpretrain.planning import budget, storage
 from hfpretrain.planning.figures import Figure
 from hfpretrain.planning.flops import PEAK_FLOPS, TokenCost, peak_flops, token_cost
 from hfpretrain.planning.memory import Fit, MemoryEstimate, Placement, device_bytes, largest_on_line
-from hfpretrain.preflight import check_model
+from hfpretrain.preflight.model import check_positions
 from hfpretrain.training.batch_ramp import batch_lr_factor
 from hfpretrain.training.run_length import RunLength, derive
 from hfpretrain.training.throughput import token_flops
@@ -73,9 +73,8 @@ def check_plan(request: PlanRequest) -> tuple[RunLength, PreTrainedConfig | None
             remedy = "correct the name, or copy it onto this machine"
             problems.append(Problem(str(error).split("\n")[0], str(given), "config_name, tokenizer_name", remedy))
         if config is not None and "sequence_length" not in bad:
-            vocabulary = range(config.get_text_config().vocab_size)
             args, data_args = _stand_ins(values)
-            problems += check_model(config, vocabulary, data_args, args)
+            problems += check_positions(config, data_args, args)
     refuse(problems)
     assert run is not None
     return run, config

@@ -30,6 +30,7 @@ def write_run_json(
     start_id: int | None = None,
     end_id: int | None = None,
     mup: Mapping[str, Any] | None = None,
+    verdicts: Any = None,
 ) -> Path:
     """Write `output_dir/run.json`; call it on one process only.
 
@@ -43,6 +44,7 @@ def write_run_json(
         start_id, end_id: tokens that each training document began and ended with; a model is best asked about a text
             behind the token that its training texts had before them.
         mup: the run's muP spec, where it has one.
+        verdicts: the list before the first step, a `hfpretrain.verdicts.Verdicts`.
     """
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,6 +61,7 @@ def write_run_json(
         "end_id": end_id,
         "parent": parent,
         "mup": None if mup is None else dict(mup),
+        "preflight": None if verdicts is None else verdicts.as_dict(),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "versions": versions(),
         "git_commit": git_commit(),

@@ -21,23 +21,20 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from hfpretrain.arguments import parse
 from hfpretrain.attention import register_torch_varlen
 from hfpretrain.data.collator import PackedBlocks, PackedCollator
 from hfpretrain.data.documents import load_documents
 from hfpretrain.data.order import BlockOrder
 from hfpretrain.data.packing import pack_best_fit, pack_concat, pack_single
-from hfpretrain.data.sources import SourceError
 from hfpretrain.data.spans import iter_texts
 from hfpretrain.data.steps import TrainingSteps
 from hfpretrain.data.tokenizer import load_tokenizer
-from hfpretrain.errors import ConfigError, refuse
+from hfpretrain.errors import ConfigError
 from hfpretrain.launch_checks import check_agreement, close_process_group
 from hfpretrain.model import build_model, load_config, load_model
 from hfpretrain.mup.apply import apply
-from hfpretrain.preflight import check_data, check_model, check_start, isolation_ways, model_notes, mup_spec
+from hfpretrain.preflight import begin, check_model, isolation_ways, judge_text, model_notes, mup_spec, probes, reading
 from hfpretrain.run_record import write_run_json
-from hfpretrain.training.checkpoints import resume_point
 from hfpretrain.training.evaluation import evaluation_windows
 from hfpretrain.training.run_length import batch_plan, schedule
 from hfpretrain.training.throughput import token_flops
@@ -45,32 +42,32 @@ from hfpretrain.training.trainer import PretrainTrainer
 
 
 def main(argv: list[str] | None = None) -> None:
-    # 1. What is asked for, and everything about it that cannot work.
-    model_args, data_args, args = parse(argv)
-    run = check_start(data_args, args)
+    # 1. What is asked for, and everything about it that cannot work: one list, printed as it is found.
+    start = begin(argv)
+    model_args, data_args, args = start.model_args, start.data_args, start.args
+    run, checkpoint, verdicts = start.run, start.checkpoint, start.verdicts
     output_dir, cache_dir = Path(str(args.output_dir)), Path(data_args.cache_dir)
-    checkpoint = resume_point(args.resume_from_checkpoint, output_dir)
     set_seed(args.seed)
     say = partial(print, flush=True) if args.process_index == 0 else lambda *_: None
-    say(f"plan      {run}")
 
     # 2. Text -> tokens, once; packing is an index over them.
+    name = str(model_args.tokenizer_name or model_args.model_name_or_path or model_args.config_name)
     column, fraction = data_args.text_column, data_args.validation_fraction
     # For a trained tokenizer: more text hardly changes which byte pairs are frequent.
     sample = iter_texts(data_args.dataset, text_column=column, validation_fraction=fraction, max_bytes=2**25)
-    tokenizer_name = model_args.tokenizer_name or model_args.model_name_or_path or model_args.config_name
-    tokenizer = load_tokenizer(str(tokenizer_name), texts=sample, cache_dir=cache_dir)
     workers = data_args.preprocessing_num_workers
     tokenised = partial(load_documents, text_column=column, cache_dir=cache_dir, num_proc=workers)
-    train, held_out, report = tokenised(data_args.dataset, tokenizer, validation_fraction=fraction)
-    named = {
-        name: tokenised([source], tokenizer, validation_fraction=0.0)[0]
-        for name, source in data_args.eval_sources.items()
-    }
+    with verdicts.timed("tokens"), reading(data_args.dataset, args):
+        tokenizer = load_tokenizer(name, texts=sample, cache_dir=cache_dir)
+        train, held_out, report = tokenised(data_args.dataset, tokenizer, validation_fraction=fraction)
+        named = {
+            key: tokenised([source], tokenizer, validation_fraction=0.0)[0]
+            for key, source in data_args.eval_sources.items()
+        }
+    verdicts.refuse()
     pack = {"concat": pack_concat, "best_fit": pack_best_fit, "single": pack_single}[data_args.packing]
     index = pack(train.lengths, data_args.sequence_length)
-    say(f"data      {report}")
-    say(f"packing   {data_args.packing}: {index.num_blocks:,} rows, {index.utilisation:.2%} of their positions used")
+    judge_text(verdicts, report, (train, held_out, named), index, run=run, data_args=data_args, args=args)
 
     # 3. Configuration -> model, the same initial weights on any number of devices.
     config = load_config(
@@ -80,18 +77,9 @@ def main(argv: list[str] | None = None) -> None:
         model_name_or_path=model_args.model_name_or_path,
         tokenizer=tokenizer,
     )
-    problems, notes = check_data(
-        num_blocks=index.num_blocks,
-        num_validation_documents=len(held_out),
-        run=run,
-        data_args=data_args,
-        args=args,
-        train=train,
-        named=named,
-    )
     same = check_agreement(checkpoint=checkpoint, length=run, data=report.fingerprint, config=config)
-    refuse(problems + check_model(config, tokenizer, data_args, args) + same)
-    mup = mup_spec(config, model_args, args, tokenizer=tokenizer)
+    verdicts.problem("model", check_model(config, tokenizer, data_args, args) + same)
+    mup = verdicts.attempt("muP", mup_spec, config, model_args, args, tokenizer=tokenizer)
     register_torch_varlen()
     weights = model_args.model_name_or_path
     attention = None if model_args.attn_implementation == "auto" else model_args.attn_implementation
@@ -101,14 +89,13 @@ def main(argv: list[str] | None = None) -> None:
         model = build_model(config, seed=args.seed, attn_implementation=attention)
     if mup is not None:
         apply(model, mup)
-        say(mup.explain())
+        verdicts.ok("muP", mup.explain())
     flops = token_flops(model, index, isolate_documents=data_args.isolate_documents)
-    say(f"model     {type(model).__name__}, {flops}")
-    for note in notes + model_notes(config):
-        say(f"note      {note}")
+    verdicts.ok("model", f"{type(model).__name__}, {flops}")
+    for note in model_notes(config):
+        verdicts.note("model", note)
 
     # 4. One item of the data is one optimizer step; its number is all a resume needs.
-    isolation = isolation_ways(config, model_args, data_args)
     batches = batch_plan(args, run)
     order_seed = args.seed if args.data_seed is None else args.data_seed
     steps = TrainingSteps(
@@ -123,7 +110,14 @@ def main(argv: list[str] | None = None) -> None:
         num_steps=run.num_steps,
     )
     sets = {"": held_out} | named
-    windows = {name: evaluation_windows(text, run.sequence_length) for name, text in sets.items() if len(text)}
+    windows = {key: evaluation_windows(text, run.sequence_length) for key, text in sets.items() if len(text)}
+
+    parent = checkpoint.parent.resolve() if checkpoint else output_dir.resolve()
+    record = partial(write_run_json, output_dir, model_args=model_args, data_args=data_args, args=args)
+    record = partial(record, start_id=train.start_id, end_id=train.end_id, verdicts=verdicts)
+    record = partial(record, parent=str(checkpoint) if parent != output_dir.resolve() else None)
+    record = partial(record, plan=run.as_dict(), mup=None if mup is None else mup.as_dict())
+    record = partial(record, data_fingerprint=report.fingerprint, model_parameters=flops.parameters)
     trainer = PretrainTrainer(
         model,
         args,
@@ -131,24 +125,23 @@ def main(argv: list[str] | None = None) -> None:
         eval_dataset=windows or None,
         lr_factor=schedule(args, run, batches),
         tokenizer=tokenizer,
-        isolation=isolation,
+        isolation=isolation_ways(config, model_args, data_args),
         fingerprint={"data": report.fingerprint, "packing": data_args.packing, "order_seed": order_seed},
         flops=flops,
         z_loss_weight=args.z_loss_weight,
         log_noise_scale=args.log_noise_scale,
         skip_spikes=args.skip_spikes,
         mup=mup,
+        probe=probes(args),
+        verdicts=verdicts,
+        on_checked=record if args.process_index == 0 else None,
     )
-    if args.preflight_only:
+    trainer.check_resume(checkpoint)
+    if args.preflight_only or verdicts.anywhere():
         trainer.check()
-        say("preflight nothing contradicts; no step was made")
+        verdicts.write()
+        say(f"preflight {verdicts}; no step was made")
         return
-    if args.process_index == 0:
-        record = partial(write_run_json, output_dir, model_args=model_args, data_args=data_args, args=args)
-        record = partial(record, start_id=train.start_id, end_id=train.end_id)
-        parent = str(checkpoint) if checkpoint and checkpoint.parent.resolve() != output_dir.resolve() else None
-        record = partial(record, plan=run.as_dict(), parent=parent, mup=None if mup is None else mup.as_dict())
-        record(data_fingerprint=report.fingerprint, model_parameters=flops.parameters)
 
     # 5. Train, save a plain Hugging Face model, score the held-out text.
     before = signal.signal(signal.SIGTERM, trainer.stop_after_step)
@@ -194,7 +187,9 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*torch\.distributed\.\w+` is deprecated")
     try:
         main()
-    except (ConfigError, SourceError) as error:
-        sys.exit(str(error) if os.environ.get("RANK", "0") == "0" else 1)  # every rank found the same
+    except ConfigError as error:
+        # What all ranks found alike one of them says; what one alone stumbled over, that one.
+        rank = os.environ.get("RANK", "0")
+        sys.exit(str(error) if rank == "0" or not error.agreed else 1)
     finally:
         close_process_group()

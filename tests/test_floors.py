@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "hfpretrain"
 # The only modules that join rooms.
-MIDDLE = {"training", "preflight", "launch_checks", "memory_estimate", "run_plan"}
+MIDDLE = {"training", "preflight", "launch_checks", "verdicts", "memory_estimate", "run_plan"}
 # What a room may use of the others; a room that is not listed may use none. Everybody may use `errors`. `bpb` stands
 # between: it joins two rooms, and training uses it.
 ALLOWED = {

@@ -13,11 +13,12 @@ from transformers import AutoConfig
 
 from hfpretrain.arguments import ModelArguments, PretrainArguments, parse
 from hfpretrain.data.tokenizer import byte_tokenizer
+from hfpretrain.deepspeed_checks import check_deepspeed
 from hfpretrain.errors import ConfigError
-from hfpretrain.launch_checks import check_deepspeed, check_launch, verify_engine, verify_gradient_signals
+from hfpretrain.launch_checks import check_launch, verify_engine, verify_gradient_signals
 from hfpretrain.model import load_config
-from hfpretrain.preflight import check_data, check_model, check_start, model_notes, mup_spec
-from hfpretrain.training.run_length import derive
+from hfpretrain.preflight import begin, check_amount, check_model, model_notes, mup_spec
+from hfpretrain.preflight.machine import CONSTRAINTS, WATCHED, Device, read_constraints, speed_notes, version_notes
 
 ROOT = Path(__file__).parent.parent
 BASE = [
@@ -41,17 +42,6 @@ def test_gradients_that_say_nothing_about_a_step() -> None:
     assert "sequence_parallel_size: 4" in problem.given
     (problem,) = verify_gradient_signals(accelerator(), deepspeed(zero_optimization={"compute_grad_norm": False}))
     assert "compute_grad_norm" in problem.remedy
-
-
-def test_check_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, data_args, args = parse([*BASE, "--max_steps", "10"])
-    assert check_start(data_args, args).num_steps == 10
-    args.warmup_steps = args.decay_steps = 6
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(ConfigError) as caught:
-        check_start(data_args, args)
-    assert len(caught.value.problems) == 2
-    assert all(word in str(caught.value) for word in ("overlap", "precisions"))
 
 
 def launched(**changes: Any) -> SimpleNamespace:
@@ -130,35 +120,34 @@ def test_what_wraps_the_model() -> None:
 
 def test_model_and_data() -> None:
     _, data_args, args = parse([*BASE, "--max_steps", "100"])
-    config = AutoConfig.for_model("gpt2", vocab_size=300, n_positions=256)
+    config = AutoConfig.for_model("gpt2", vocab_size=300, n_positions=256, bos_token_id=0, eos_token_id=0)
     found = check_model(config, range(301), data_args, args)
     assert ["256 positions" in str(found[0]), "301 tokens, vocab_size=300" in str(found[1])] == [True, True]
+    assert len(found) == 2
     assert check_model(AutoConfig.for_model("mamba", vocab_size=300), range(300), data_args, args) == []
     assert "load-balancing" in model_notes(AutoConfig.for_model("mixtral", vocab_size=320))[0]
-    run = derive(args, data_args, world_size=1)  # 1600 rows
-    problems, notes = check_data(num_blocks=200, num_validation_documents=3, run=run, data_args=data_args, args=args)
-    assert problems == []
-    assert notes[0].startswith("8.00 epochs of 102,400 tokens; repeats teach less")
-    problems, _ = check_data(num_blocks=0, num_validation_documents=0, run=run, data_args=data_args, args=args)
-    assert len(problems) == 2
+    amount = {"data_args": data_args, "args": args}
+    assert check_amount(num_blocks=200, num_validation_documents=3, **amount) == []
+    assert len(check_amount(num_blocks=0, num_validation_documents=0, **amount)) == 2
 
 
 def test_everything_wrong_with_held_out_sets_comes_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     entries = ["plain", "=x.txt", f"a b={tmp_path}/a.txt", f"good={tmp_path}/a.txt", f"good={tmp_path}/*.txt"]
     entries += [f"bpb={tmp_path}/a.txt", f"gone={tmp_path}/gone.jsonl", f"odd={tmp_path}/*.gz"]
-    _, data_args, args = parse([*BASE, "--max_steps", "3", "--eval_data", *entries])
+    words = [*BASE, "--max_steps", "3", "--output_dir", str(tmp_path / "out"), "--cache_dir", str(tmp_path / "cache")]
+    words += ["--config_overrides", "hidden_size=32,intermediate_size=64,num_hidden_layers=1,num_attention_heads=4"]
     with pytest.raises(ConfigError) as error:
-        check_start(data_args, args)
+        begin([*words, "--eval_data", *entries])
     message = str(error.value)
     assert message.startswith("7 problems")
     assert message.count("is written name=source") == 3
     assert message.count("cannot be found: no file matches") == 2
     assert "two held-out sets have the name good" in message
     assert "logged as eval_bpb, which is a metric already" in message
-    _, data_args, args = parse([*BASE, "--max_steps", "3", "--eval_data", entries[3]])
-    assert check_start(data_args, args).num_steps == 3
-    assert data_args.eval_sources == {"good": f"{tmp_path}/a.txt"}
+    start = begin([*words, "--eval_data", entries[3]])
+    assert start.run.num_steps == 3
+    assert start.data_args.eval_sources == {"good": f"{tmp_path}/a.txt"}
 
 
 def test_the_mup_of_a_run() -> None:
@@ -181,3 +170,41 @@ def test_the_mup_of_a_run() -> None:
     assert asked.of("model.layers.0.mlp.down_proj.weight").multipliers.weight_decay == 1.0
     with pytest.raises(ConfigError, match="those of AdamW, and adafactor is none"):
         spec("adafactor", mup_base_width=16)
+
+
+GPU = {"bf16": True, "fp16": False, "tf32": True, "dataloader_num_workers": 2, "dataloader_pin_memory": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "attention", "remedy"),
+    [
+        ({}, "auto", None),
+        ({"bf16": False}, "auto", "bf16: true"),
+        ({"bf16": False, "fp16": True}, "auto", "bf16: true"),
+        ({"tf32": None}, "auto", "tf32: true"),
+        ({"dataloader_num_workers": 0}, "auto", "dataloader_num_workers: 2"),
+        ({"dataloader_pin_memory": False}, "auto", "dataloader_pin_memory: true"),
+        ({}, "eager", "attn_implementation: auto"),
+        ({"optim": "adamw_torch"}, "auto", "optim: adamw_torch_fused"),
+    ],
+)
+def test_settings_that_leave_a_gpu_idle(changes: dict[str, Any], attention: str, remedy: str | None) -> None:
+    args = SimpleNamespace(**(GPU | {"optim": "adamw_torch_fused"} | changes))
+    ampere = Device("cuda", (8, 0), bfloat16=True)
+    found = [remedy for _, remedy in speed_notes(args, ampere, attn_implementation=attention)]
+    assert found == ([] if remedy is None else [remedy])
+    assert speed_notes(args, Device("cpu"), attn_implementation=attention) == []
+    if remedy in ("bf16: true", "tf32: true"):
+        assert speed_notes(args, Device("cuda", (7, 0)), attn_implementation=attention) == []  # which has neither
+
+
+def test_versions_outside_of_what_was_tested() -> None:
+    required, tested = {"torch": ">=2.13", "rich": ">=14"}, {"torch": "2.13.0", "rich": "14.1", "idna": "3.20"}
+    same = {"torch": "2.13.0+cpu", "rich": "15.0", "idna": "3.1"}  # neither's insides are used
+    assert version_notes(same, tested=tested, required=required) == []
+    other = {"torch": "2.14.1", "rich": "13.9"}
+    assert version_notes(other, tested=tested, required=required) == [
+        "torch 2.14.1 (tested: 2.13.0)",
+        "rich 13.9 (needs >=14)",
+    ]
+    assert read_constraints(CONSTRAINTS).keys() >= set(WATCHED)

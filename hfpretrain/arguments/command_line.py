@@ -17,7 +17,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hfpretrain.arguments.files import merge_files, merged_deeply
 from hfpretrain.arguments.types import CONVERTERS
-from hfpretrain.arguments.unknown_keys import unknown_key
+from hfpretrain.arguments.unknown_keys import nearest, unknown_key
 from hfpretrain.errors import Problem
 
 COMMAND_LINE = "command line"
@@ -41,7 +41,8 @@ class Kind:
 class Reading:
     """What was read: a value for every field, its source, and every problem met on the way.
 
-    `bad_fields` names the fields whose value could not be read; they hold their default, so no rule should judge them.
+    `bad_fields` names the fields whose value could not be read, or was given under a name that does not exist; they
+    hold their default, so no rule should judge them.
     """
 
     values: dict[str, Any]
@@ -66,9 +67,11 @@ def read_command_line(classes: Sequence[type], argv: Sequence[str]) -> Reading:
     names = {f.name: _kind(cls, f.name) for cls in classes for f in dataclasses.fields(cls) if f.init}
     files, flags = _split_config(argv)
     problems: list[Problem] = []
-    given, sources = merge_files(files, names, problems=problems)
+    meant: set[str] = set()
+    given, sources = merge_files(files, names, problems=problems, meant=meant)
     reading = Reading(values={}, sources=dict.fromkeys(names, DEFAULT) | sources, problems=problems, bad_fields=set())
-    tokens = _known_flags(flags, names, reading)
+    tokens = _known_flags(flags, names, reading, meant)
+    reading.bad_fields |= {name for name in meant if reading.sources[name] == DEFAULT}
     overridden = {name for name, source in reading.sources.items() if source == COMMAND_LINE}
     file_tokens: list[str] = []
     for name, value in given.items():
@@ -149,7 +152,7 @@ def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 # --- flags ----------------------------------------------------------------------------------------------------------
 
 
-def _known_flags(flags: Sequence[str], names: Mapping[str, Kind], reading: Reading) -> list[str]:
+def _known_flags(flags: Sequence[str], names: Mapping[str, Kind], reading: Reading, meant: set[str]) -> list[str]:
     """The words that argparse shall see: without unknown flags and their values, which become problems."""
     kept: list[str] = []
     dropping: list[str] | None = None
@@ -169,6 +172,7 @@ def _known_flags(flags: Sequence[str], names: Mapping[str, Kind], reading: Readi
             dropping = [word]
             values = [value] if equals else _until_flag(flags[position + 1 :])
             reading.problems.append(unknown_key(name, " ".join(values), source=COMMAND_LINE, names=names))
+            meant |= {near for near in [nearest(name, names)] if near}
     return kept
 
 

@@ -1,4 +1,4 @@
-"""Everything that can be configured, in three dataclasses, and `parse`, which fills them.
+"""Everything that can be configured, in three dataclasses; `parsing` fills them.
 
 `ModelArguments` and `DataArguments` are ours; `PretrainArguments` is `transformers.TrainingArguments` with its names
 and habits, other defaults where pretraining needs them, and the fields that pretraining adds. Every field that is
@@ -10,19 +10,11 @@ Precedence, weakest first: the defaults here, the files after `--config` from le
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from transformers import TrainingArguments
-
-from hfpretrain.arguments.command_line import read_command_line
-from hfpretrain.arguments.defaults import settle
-from hfpretrain.arguments.rules import check_values
-from hfpretrain.errors import ConfigError, Problem, refuse
 
 
 def _arg(default: Any, help_text: str) -> Any:
@@ -335,7 +327,14 @@ class PretrainArguments(TrainingArguments):
     seed: int = _arg(42, "Decides the initial weights and the order of the rows; 42 is a habit, any number is as good.")
     preflight_only: bool = _arg(
         False,
-        "Check everything, print the plan and the verdicts, and stop before the first step.",
+        "Check everything, print the plan and the verdicts, write them to output_dir/preflight.json, and stop before "
+        "the first step; the exit status says whether anything contradicts.",
+    )
+    probe_step: Literal["auto", "always", "never"] = _arg(
+        "auto",
+        "One forward and backward pass of per_device_train_batch_size full rows before the first step, to see that "
+        "they fit in memory; it changes nothing about the training. auto: on a GPU, and with preflight_only. On a CPU "
+        "it takes the time of a micro-batch, and the system does not refuse memory, it kills.",
     )
 
     # --- what this trainer's way of feeding data needs ----------------------------------------------------------------
@@ -380,43 +379,3 @@ class PretrainArguments(TrainingArguments):
 def deepspeed_requested(deepspeed: Any) -> bool:
     """Whether DeepSpeed is asked for, by `--deepspeed` or by the launcher's configuration."""
     return bool(deepspeed) or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in {"true", "1", "yes"}
-
-
-def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArguments, PretrainArguments]:
-    """Read `--config` files and the command line into the three dataclasses.
-
-    Args:
-        argv: the command line without the program's name; None takes this process's.
-
-    Raises:
-        ConfigError: with every unknown key, wrong type and contradiction at once, each with its source and remedy.
-        SystemExit: after `--help` or `--help_all` only.
-    """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    classes = (ModelArguments, DataArguments, PretrainArguments)
-    reading = read_command_line(classes, argv)
-    values = SimpleNamespace(**reading.values)
-    settle(values, reading.sources)
-    rules = check_values(values, sources=reading.sources)
-    refuse(reading.problems + [problem for fields, problem in rules if not reading.bad_fields.intersection(fields)])
-    model_args = ModelArguments(**reading.values_of(ModelArguments, values))
-    data_args = DataArguments(**reading.values_of(DataArguments, values))
-    try:
-        args = PretrainArguments(**reading.values_of(PretrainArguments, values))
-    except (ValueError, ImportError) as error:
-        raise ConfigError([_refused_by_transformers(error, reading.sources)]) from error
-    args.sources = reading.sources
-    if reading.sources["gradient_accumulation_steps"] != "default":
-        args.accumulation_asked = values.gradient_accumulation_steps
-    return model_args, data_args, args
-
-
-def _refused_by_transformers(error: Exception, sources: dict[str, str]) -> Problem:
-    named = [name for name in sources if name in str(error) and sources[name] != "default"]
-    origin = ", ".join(f"{name} from {sources[name]}" for name in named) or "see the message"
-    return Problem(
-        what="transformers.TrainingArguments refuses these arguments",
-        given=str(error).replace("\n", " "),
-        source=origin,
-        remedy="change the field that the message names",
-    )

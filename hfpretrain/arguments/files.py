@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from hfpretrain.arguments.unknown_keys import unknown_key
+from hfpretrain.arguments.unknown_keys import nearest, unknown_key
 from hfpretrain.errors import Problem
 
 
@@ -40,8 +40,9 @@ _Loader.add_implicit_resolver(
 
 
 def merge_files(
-    files: Sequence[str], names: Collection[str], *, problems: list[Problem]
+    files: Sequence[str], names: Collection[str], *, problems: list[Problem], meant: set[str] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
+    """(field -> value, field -> file). `problems` gets what cannot be read, `meant` the fields near unknown keys."""
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for file in files:
@@ -63,6 +64,8 @@ def merge_files(
         for key, value in content.items():
             if key not in names:
                 problems.append(unknown_key(str(key), value, source=file, names=names))
+                if meant is not None and (near := nearest(str(key), names)):
+                    meant.add(near)
                 continue
             both = isinstance(value, dict) and isinstance(merged.get(key), dict)
             merged[key] = merged_deeply(merged[key], value) if both else value

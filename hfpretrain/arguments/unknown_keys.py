@@ -35,9 +35,15 @@ HABITS = {
 }
 
 
-def unknown_key(key: str, value: Any, *, source: str, names: Iterable[str]) -> Problem:
-    """The problem for a key that no field has, with the nearest field as the remedy."""
+def nearest(key: str, names: Iterable[str]) -> str | None:
+    """The field that a key was probably meant to be; None where nothing is near."""
     names = list(names)
     near = [HABITS[key]] if HABITS.get(key) in names else difflib.get_close_matches(key, names, n=1, cutoff=0.6)
-    remedy = f"did you mean {near[0]}?" if near else "see --help for the fields there are"
+    return near[0] if near else None
+
+
+def unknown_key(key: str, value: Any, *, source: str, names: Iterable[str]) -> Problem:
+    """The problem for a key that no field has, with the nearest field as the remedy."""
+    near = nearest(key, names)
+    remedy = f"did you mean {near}?" if near else "see --help for the fields there are"
     return Problem(f"there is no field {key!r}", f"{key}: {value}", source, remedy)

@@ -59,7 +59,7 @@ def find_sources(names: Sequence[str]) -> Sources:
     for name in names:
         if name == "stdlib":
             found, undecodable = _stdlib()
-        elif glob.has_magic(name) or Path(name).exists() or Path(name).suffix in _KINDS:
+        elif is_local(name):
             found = _local(name)
         else:
             found = _hub(name)
@@ -72,6 +72,13 @@ def find_sources(names: Sequence[str]) -> Sources:
             raise SourceError(f"{file.path} is named twice in --dataset {' '.join(names)}; its text would count double")
         seen.add(file.path)
     return Sources(tuple(files), undecodable)
+
+
+def is_local(name: str) -> bool:
+    """Whether a name can only mean files here, so that nothing needs to be downloaded to look for them."""
+    path = Path(name)
+    is_path = path.is_absolute() or name.startswith(".") or len(path.parts) > 2  # the hub's are owner/name
+    return glob.has_magic(name) or path.exists() or path.suffix in _KINDS or is_path
 
 
 def _stdlib() -> tuple[list[SourceFile], int]:

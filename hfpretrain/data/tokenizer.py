@@ -8,6 +8,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
@@ -48,6 +49,31 @@ def load_tokenizer(name: str, *, texts: Iterable[str] | None, cache_dir: Path) -
         )
     document_ids(tokenizer)
     return tokenizer
+
+
+@dataclass(frozen=True)
+class UntrainedTokenizer:
+    """What is known of a "train:<size>" tokenizer before there is text to train it on.
+
+    Attributes:
+        size: entries, which is its `len`.
+        bos_token_id, eos_token_id: the trainer puts the special tokens first, in this order.
+    """
+
+    size: int
+    bos_token_id: int = 0
+    eos_token_id: int = 1
+    pad_token_id: None = None
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def tokenizer_beforehand(name: str, *, cache_dir: Path) -> PreTrainedTokenizerFast | UntrainedTokenizer:
+    """`load_tokenizer` without text: of one that is to be trained, what is known of it already. Same errors."""
+    if name.startswith("train:"):
+        return UntrainedTokenizer(_size(name))
+    return load_tokenizer(name, texts=None, cache_dir=cache_dir)
 
 
 def document_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:

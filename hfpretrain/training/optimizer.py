@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from hfpretrain.model import name_template, true_shape
 from hfpretrain.mup.rules import Multipliers
 from hfpretrain.mup.spec import MupSpec
 
+_WIDTH = 118  # columns of the table of groups; further examples are cut
 GROUPS = ("matrices", "embeddings", "vectors", "state")  # the first is the one whose learning rate is logged
 # Those with AdamW's update, g / (sqrt(v) + eps) and a decoupled decay, however they store their state.
 ADAMW = (
@@ -138,10 +139,11 @@ def describe_groups(groups: Sequence[dict[str, Any]], model: nn.Module) -> str:
             row += [f"{group['lr']:.4g}", f"{group['lr_multiplier']:.4g}", f"{group['eps']:.3g}"]
         rows.append([*row, ", ".join(name for name, _ in templates.most_common(3))])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    lines = [
-        "  ".join([f"{row[0]:<{widths[0]}}", *(f"{row[i]:>{widths[i]}}" for i in range(1, len(widths))), row[-1]])
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = [f"{row[0]:<{widths[0]}}", *(f"{row[i]:>{widths[i]}}" for i in range(1, len(widths)))]
+        line = "  ".join([*cells, row[-1]])
+        lines.append(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 4]} ...")
     roles, by_initialisation = parameter_roles(model)
     shapes = {name: true_shape(parameter) for name, parameter in model.named_parameters()}
     doubtful = sorted({(name_template(name), shapes[name], roles[name]) for name in by_initialisation})
@@ -161,17 +163,35 @@ def build_optimizer(
     """
     if any("lr_multiplier" in group for group in groups):
         refuse(check_mup_optimizer(args))
-    hf_model: Any = model
-    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, hf_model)
+    optimizer_class, kwargs = _class_and_kwargs(args, model)
+    optimizer: torch.optim.Optimizer = optimizer_class(list(groups), **kwargs)
+    if optimizer_class.__module__.startswith("bitsandbytes") and kwargs.get("optim_bits") == 8:
+        _keep_embeddings_in_32_bits(model)
+    return optimizer
+
+
+def check_optimizer(args: TrainingArguments) -> list[Problem]:
+    """What `build_optimizer` would refuse for any model: found without one."""
+    try:
+        _class_and_kwargs(args, nn.Linear(1, 1))
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def _class_and_kwargs(args: TrainingArguments, model: nn.Module) -> tuple[Any, dict[str, Any]]:
+    name, hf_model = str(getattr(args.optim, "value", args.optim)), cast(Any, model)
+    try:
+        optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, hf_model)
+    except (ImportError, ValueError) as error:
+        what = f"this optimizer cannot be made: {str(error).strip().splitlines()[0]}"
+        raise ConfigError([Problem(what, name, "optim", "install what it needs, or adamw_torch_fused")]) from error
     is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     if not is_class or {"params", "model", "optimizer_dict"} & kwargs.keys():
         what = "this optimizer chooses its parameters by itself, so the weight-decay groups would be dropped"
         remedy = "an optimizer over parameter groups: adamw_torch_fused, adafactor, lion_32bit, sgd, ..."
-        raise ConfigError([Problem(what, str(getattr(args.optim, "value", args.optim)), "optim", remedy)])
-    optimizer = optimizer_class(list(groups), **kwargs)
-    if optimizer_class.__module__.startswith("bitsandbytes") and kwargs.get("optim_bits") == 8:
-        _keep_embeddings_in_32_bits(model)
-    return optimizer
+        raise ConfigError([Problem(what, name, "optim", remedy)])
+    return optimizer_class, kwargs
 
 
 def check_mup_optimizer(args: TrainingArguments) -> list[Problem]:

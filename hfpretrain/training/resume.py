@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from hfpretrain.errors import refuse
+from hfpretrain.errors import Problem, refuse
 from hfpretrain.training.adaptive_ramp import AdaptiveRamp
 from hfpretrain.training.batch_ramp import BatchRamp, changed_past, stages_from
 from hfpretrain.training.counters import LogWindow
@@ -48,54 +48,65 @@ class PretrainState:
         (folder / PRETRAIN_STATE).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
-def read_state(checkpoint: Path, *, fingerprint: Mapping[str, Any], plan: BatchRamp | AdaptiveRamp) -> PretrainState:
-    """The state of a checkpoint, if its step number means the same data as in this run.
+_WAY_OUT = "start a new run from its weights with --model_name_or_path and a new --output_dir"
+
+
+def check_state(
+    checkpoint: Path, *, fingerprint: Mapping[str, Any], plan: BatchRamp | AdaptiveRamp | None = None
+) -> list[Problem]:
+    """Why the step number of a checkpoint does not mean the same data as in this run; nothing if it does.
 
     Args:
-        plan: the batches asked for now. What the checkpoint's steps took must be the same, what follows may differ; an
-            adaptive one goes on with the stages that it had decided.
-
-    Raises:
-        ValueError: the folder has no such state, another fingerprint (each setting that differs is named), or a past
-            with other batches.
-        ConfigError: an adaptive ramp cannot go on from its stages.
+        fingerprint: of this run; each setting that differs is a problem of its own.
+        plan: the batches asked for now, if they are known. What the checkpoint's steps took must be the same, what
+            follows may differ; an adaptive plan is judged when it goes on.
     """
     path = checkpoint / PRETRAIN_STATE
-    way_out = "start a new run from its weights with --model_name_or_path and a new --output_dir"
     if not path.is_file():
-        raise ValueError(
-            f"{checkpoint} holds no {PRETRAIN_STATE}: it was not saved by this trainer, so its place in the data is "
-            f"unknown. To use it, {way_out}."
+        what = (
+            f"the checkpoint holds no {PRETRAIN_STATE}: this trainer did not save it, its place in the data is unknown"
         )
-    state = json.loads(path.read_text())
+        return [Problem(what, str(checkpoint), "resume_from_checkpoint", f"another checkpoint, or {_WAY_OUT}")]
+    state, problems = json.loads(path.read_text()), []
     then = state["fingerprint"]
-    differing = [f"{key}: {then.get(key)} then, {now} now" for key, now in fingerprint.items() if then.get(key) != now]
-    if differing:
-        raise ValueError(
-            f"{checkpoint} belongs to a run with other data or batches or another muP ({'; '.join(differing)}): its "
-            "step number would point to other rows, or its weights learn at other rates. Go back to the former "
-            f"settings, or {way_out}."
-        )
-    _follow_batch(checkpoint, plan, state["batch"], step=state["data_position"]["step"], way_out=way_out)
-    return PretrainState(**{**state, "window": LogWindow(**state["window"])})
+    for key, now in fingerprint.items():
+        if then.get(key) != now:
+            what = (
+                f"{checkpoint} belongs to a run with other data or batches or another muP: its step number would point "
+                "to other rows, or its weights learn at other rates"
+            )
+            given, remedy = f"{key}: {then.get(key)} then, {now} now", f"go back to the former setting, or {_WAY_OUT}"
+            problems.append(Problem(what, given, "resume_from_checkpoint", remedy))
+    if isinstance(plan, BatchRamp):
+        step = state["data_position"]["step"]
+        reason = changed_past(stages_from(state["batch"]["stages"]), plan.stages, step=step)
+        if reason:
+            what = f"{checkpoint} was trained with other batches, so its step number would point to other rows"
+            remedy = (
+                f"only what comes after step {step} may change: keep batch_ramp and batch_tokens as they were up to "
+                f"there, or {_WAY_OUT}"
+            )
+            problems.append(Problem(what, reason, "resume_from_checkpoint", remedy))
+    return problems
 
 
-def _follow_batch(
-    checkpoint: Path, plan: BatchRamp | AdaptiveRamp, saved: Mapping[str, Any], *, step: int, way_out: str
-) -> None:
-    then = stages_from(saved["stages"])
+def read_state(checkpoint: Path, *, fingerprint: Mapping[str, Any], plan: BatchRamp | AdaptiveRamp) -> PretrainState:
+    """The state of a checkpoint, if its step number means the same data as in this run; see `check_state`.
+
+    An adaptive plan goes on with the stages that the checkpoint had decided.
+
+    Raises:
+        ConfigError: the folder has no such state, another fingerprint, or a past with other batches; or an adaptive
+            ramp cannot go on from its stages.
+    """
+    refuse(check_state(checkpoint, fingerprint=fingerprint, plan=plan))
+    state = json.loads((checkpoint / PRETRAIN_STATE).read_text())
     if isinstance(plan, AdaptiveRamp):
+        then, saved, step = stages_from(state["batch"]["stages"]), state["batch"], state["data_position"]["step"]
         # Of stages that were written down by hand only the past binds; those that were measured are decided.
         decided = then if saved["adaptive"] else [stage for stage in then if stage.first_step < max(step, 1)]
         refuse(plan.resume(decided, above_since=(saved["adaptive"] or {}).get("above_since")))
-        return
-    reason = changed_past(then, plan.stages, step=step)
-    if reason:
-        raise ValueError(
-            f"{checkpoint} was trained with other batches: {reason}, so its step number would point to other rows. "
-            f"Only what comes after step {step} may change: keep batch_ramp and batch_tokens as they were up to there, "
-            f"or {way_out}."
-        )
+    return PretrainState(**{**state, "window": LogWindow(**state["window"])})
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -39,9 +39,8 @@ class TokenFlops:
 
     def __str__(self) -> str:
         return (
-            f"{self.parameters:,} parameters, {self.matmul_parameters:,} of them multiplied with each token (the N of "
-            f"6N: no input embedding, the active experts); {self.causal / 1e6:,.1f} MFLOPs a trained token with causal "
-            f"attention inside documents, {self.full / 1e6:,.1f} by the full-attention convention"
+            f"{self.parameters:,} parameters, {self.matmul_parameters:,} of them multiplied with each token (N of 6N); "
+            f"{self.causal / 1e6:,.1f} MFLOPs a trained token with causal attention, {self.full / 1e6:,.1f} with full"
         )
 
 

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from hfpretrain.data.isolation import Way
 from hfpretrain.data.steps import EqualSteps, TrainingSteps
 from hfpretrain.errors import Problem, refuse
-from hfpretrain.launch_checks import verify_engine, verify_gradient_signals
 from hfpretrain.mup.apply import is_applied, verify_groups
 from hfpretrain.mup.spec import MupSpec
 from hfpretrain.training.adaptive_ramp import AdaptiveRamp, saved_batch
@@ -27,10 +26,11 @@ from hfpretrain.training.batch_ramp import BatchRamp, Stage
 from hfpretrain.training.counters import LogWindow
 from hfpretrain.training.evaluation import EvaluationWindows, evaluate_bits_per_byte
 from hfpretrain.training.optimizer import build_optimizer, describe_groups, parameter_groups, undo_first_step
-from hfpretrain.training.resume import PretrainState, apply_asked, hyperparameters, read_state
-from hfpretrain.training.separation import separate
+from hfpretrain.training.ready import judge
+from hfpretrain.training.resume import PretrainState, apply_asked, check_state, hyperparameters, read_state
 from hfpretrain.training.step import StepTrainer
 from hfpretrain.training.throughput import TokenFlops
+from hfpretrain.verdicts import Verdicts
 
 
 class PretrainTrainer(StepTrainer):
@@ -58,6 +58,9 @@ class PretrainTrainer(StepTrainer):
         log_noise_scale: measure the gradient noise scale at each such step, 0: never; see `noise_scale`.
         skip_spikes: leave out updates of steps whose loss or gradient norm is so many robust standard deviations above
             the median of those before, 0: none; see `spikes`.
+        probe: make one forward and backward pass of full rows before the first step, see `probe`; it changes nothing.
+        verdicts: the list to which the checks before the first step add, and which refuses; its problems so far count.
+        on_checked: called once, when nothing contradicts and before the first step.
         mup: a spec that `hfpretrain.mup.apply` has put on `model`; its multipliers go into the optimizer's groups, and
             their ratios are checked on the engine's own rates before the first step and with every log line.
     """
@@ -78,6 +81,9 @@ class PretrainTrainer(StepTrainer):
         log_noise_scale: int = 0,
         skip_spikes: float = 0.0,
         mup: MupSpec | None = None,
+        probe: bool = False,
+        verdicts: Verdicts | None = None,
+        on_checked: Callable[[], object] | None = None,
         **kwargs: Any,
     ) -> None:
         if mup is not None and not is_applied(model, mup):
@@ -103,6 +109,9 @@ class PretrainTrainer(StepTrainer):
         self.fingerprint = {**(fingerprint or {}), **which}
         self.tokenizer = tokenizer
         self.isolation = isolation
+        self.probe = probe
+        self.verdicts = verdicts or Verdicts()
+        self.on_checked = on_checked
 
     # -- optimizer and schedule ---------------------------------------------------------------------------------------
 
@@ -115,9 +124,9 @@ class PretrainTrainer(StepTrainer):
                 eps=self.args.adam_epsilon,
                 mup=self.mup,
             )
-            if self.is_world_process_zero():
-                print(describe_groups(groups, self.causal_lm), flush=True)
             self.optimizer = build_optimizer(self.causal_lm, self.args, groups)
+            head = f"{type(self.optimizer).__name__}, learning rate {self.args.learning_rate:g} at its peak:"
+            self.verdicts.ok("optimizer", f"{head}\n{describe_groups(groups, self.causal_lm)}")
             self._asked = hyperparameters(self.optimizer)
         return self.optimizer
 
@@ -130,12 +139,9 @@ class PretrainTrainer(StepTrainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        refuse(verify_engine(self.accelerator, self.model_wrapped, self.args))
         if self.is_deepspeed_enabled and resume_from_checkpoint is None:
             undo_first_step(cast(Any, self.model_wrapped).optimizer)
-        refuse(self._loss_problems() + self._leaks())
-        if self.noise_scale is not None or self.spikes is not None:
-            refuse(verify_gradient_signals(self.accelerator, self.args))
+        judge(self, self.verdicts)
         if self.noise_scale is not None:
             self.noise_scale.attach()
         if self.spikes is not None:
@@ -149,7 +155,10 @@ class PretrainTrainer(StepTrainer):
                 step=self.state.global_step,
                 say=self._say,
             )
-        refuse(self._mup_problems())
+        self.verdicts.problem("muP", self._mup_problems())
+        self.verdicts.refuse()
+        if self.on_checked is not None:
+            self.on_checked()
         return prepared
 
     def _mup_problems(self) -> list[Problem]:
@@ -158,30 +167,22 @@ class PretrainTrainer(StepTrainer):
         rates = cast(Any, self.model_wrapped).get_lr() if self.is_deepspeed_enabled else None
         return verify_groups(cast(torch.optim.Optimizer, self.optimizer), self.mup, lrs=rates)
 
+    def check_resume(self, checkpoint: str | Path | None) -> None:
+        """Add to the list why this checkpoint is not one of this run, before its weights are loaded."""
+        if checkpoint is not None:
+            with self.verdicts.timed("checkpoint"):
+                problems = check_state(Path(checkpoint), fingerprint=self.fingerprint, plan=self.plan)
+                if not self.verdicts.problem("checkpoint", problems):
+                    self.verdicts.ok("checkpoint", f"{checkpoint}: the same data, batches and muP as now")
+
     def check(self) -> None:
-        """Wrap the model and run every check that needs it, without a training step. Raises ConfigError."""
+        """Wrap the model and run every check that needs it, without a training step.
+
+        Raises:
+            ConfigError: all problems of the list, those found before included.
+        """
+        self.on_checked = None
         self._prepare_for_training(len(self.steps), self.get_train_dataloader(), None)
-
-    def _loss_problems(self) -> list[Problem]:
-        verdict = self.fused_loss.verify(self.model_wrapped, device=self.args.device)
-        self._say(f"loss {verdict}")
-        return [verdict.problem(type(self.causal_lm).__name__)] if verdict.path == "refused" else []
-
-    def _leaks(self) -> list[Problem]:
-        if not self.isolation:
-            return []
-        found = separate(
-            self.isolation,
-            self.causal_lm,
-            wrapped=self.model_wrapped,
-            logits=lambda model, batch: self.fused_loss.forward_logits(model, batch).logits,
-            device=self.args.device,
-        )
-        if found.way is None:
-            return [found.problem(type(self.causal_lm).__name__)]
-        self.steps.collator = found.way.collator()
-        self._say(f"isolation of documents {found.tried[-1]}")
-        return []
 
     # -- logging ------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,14 @@ pytestmark = pytest.mark.distributed
 NO_DROPOUT = {"config_overrides": "n_embd=32,n_layer=2,n_head=4,n_positions=32,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"}
 
 
+FAULTS_OF_RANK_1 = """
+import os, runpy, sys
+if os.environ["RANK"] == "1":
+    sys.argv += ["--dataset", "gone.jsonl"]
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
 def _refused(run: list[str], **env: str) -> str:
     done = subprocess.run(
         run, cwd=REPOSITORY, env=environment(**env), capture_output=True, text=True, timeout=200, check=False
@@ -33,7 +41,9 @@ def test_two_machines_log_the_same_losses_as_one(topology: str, tmp_path: Path) 
     write_text(tmp_path / "text.jsonl")
     changes: dict[str, Any] = NO_DROPOUT | {"max_steps": 6, "logging_steps": 1, "eval_steps": 3}
     one, two = tmp_path / "one", tmp_path / "two"
-    launch(topology, RECIPE, *arguments(tmp_path, **changes, output_dir=one))
+    printed = launch(topology, RECIPE, *arguments(tmp_path, **changes, output_dir=one, probe_step="always"))
+    assert "2 full row(s) of 32 forward and backward" in printed  # and yet the curves are the same
+    assert f"DeepSpeedEngine at ZeRO {topology[-1]} on 2 process(es)" in printed
     config = tmp_path / "two_machines.yaml"
     multi_node = (REPOSITORY / "accelerate_configs" / "multi_node.yaml").read_text()
     config.write_text(multi_node.replace("ds_configs/zero2.json", f"ds_configs/{topology}.json"))
@@ -115,3 +125,15 @@ def test_all_faults_of_a_deepspeed_configuration_come_at_once(tmp_path: Path) ->
     assert "3 problems" in message
     for word in ("optimizer block", "scheduler block", "without gradient_clipping"):
         assert message.count(word) == 1  # said once, not by every rank
+
+
+def test_what_one_rank_alone_stumbles_over_stops_all_with_one_list(tmp_path: Path) -> None:
+    """A machine without the data, and a batch that is wrong on both: rank 0 tells of both, once."""
+    write_text(tmp_path / "text.jsonl")
+    worker = tmp_path / "worker.py"
+    worker.write_text(FAULTS_OF_RANK_1)
+    message = _refused(command("cpu_ddp", worker, str(RECIPE), *arguments(tmp_path, batch_tokens=250)))
+    assert message.count("2 problems with this run") == 1
+    assert message.count("gone.jsonl  (command line, on rank 1 only)") == 1
+    assert message.count("remedy: the nearest that fit: 224, 256") == 1
+    assert not (tmp_path / "run").exists()
