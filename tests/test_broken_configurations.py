@@ -294,6 +294,8 @@ def test_a_micro_batch_that_no_device_would_hold(folder: Path, monkeypatch: pyte
     assert fits is not None
     assert 1 <= int(fits[1]) <= 3
     assert begin([*argv, "--per_device_train_batch_size", fits[1]]).run.num_steps == 10
+    monkeypatch.setattr(memory.Memory, "of", lambda _: memory.Memory("cpu", int(1e9), int(1e9)))
+    the_one(argv, r"state alone are 1\.\d+ GiB a rank.*no DeepSpeed, 1 rank", "config_overrides from command line")
     monkeypatch.setattr(memory.Memory, "of", lambda _: memory.Memory("cpu", int(1e12), int(3e9)))
     notes = [verdict.why for verdict in begin(argv).verdicts.found if verdict.verdict == "note"]
     assert len(notes) == 1

@@ -191,6 +191,10 @@ def test_another_run_is_not_resumed(tmp_path: Path) -> None:
     other = _trainer(tmp_path, _steps(4), **saving, fingerprint={"data": "b", "batch_tokens": 192})
     with pytest.raises(ValueError, match="data: a then, b now"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    before = _trainer(tmp_path, _steps(4), **saving, fingerprint={"data": "b", "batch_tokens": 96})
+    before.check_resume(tmp_path / "checkpoint-2")  # each setting is a problem, beside those of the model
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*data: a then, b now.*batch_tokens: 192 then, 96 now"):
+        before.check()
     (tmp_path / "checkpoint-2" / "pretrain_state.json").unlink()
     with pytest.raises(ValueError, match=r"no pretrain_state\.json"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

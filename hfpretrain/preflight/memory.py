@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedConfig, TrainingArguments
 
 from hfpretrain.arguments import DataArguments, ModelArguments, PretrainArguments
+from hfpretrain.errors import Problem
 from hfpretrain.launch_checks import deepspeed_config
 from hfpretrain.memory_estimate import estimate_memory
 from hfpretrain.planning.memory import MemoryEstimate
@@ -67,7 +68,13 @@ def judge_memory(
     estimate = estimate_of_run(config, args, sequence_length=length, rows=rows, attn_implementation=attention)
     peak, found = estimate.peak_bytes, f"{_gib(estimate.peak_bytes)} GiB a rank at the peak by estimate"
     has = f"{_gib(memory.total_bytes)} GiB ({_gib(memory.free_bytes)} free)"
-    if peak > memory.total_bytes:
+    if estimate.static_bytes > memory.total_bytes:
+        what = f"weights, gradients and optimizer state alone are {_gib(estimate.static_bytes)} GiB a rank"
+        remedy = "more ranks at ZeRO 3 (accelerate_configs/zero3.yaml), offload (ds_configs/), or a smaller model"
+        stage = "no DeepSpeed" if estimate.placement.zero_stage is None else f"ZeRO {estimate.placement.zero_stage}"
+        given = f"{stage}, {args.world_size} rank(s), {has}"
+        verdicts.problem("memory", [Problem(what, given, "config_overrides", remedy)])
+    elif peak > memory.total_bytes:
         verdicts.problem("memory", [estimate.fits(memory.total_bytes).problem("per_device_train_batch_size")])
     elif peak > memory.free_bytes:
         verdicts.note(

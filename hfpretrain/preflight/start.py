@@ -179,7 +179,7 @@ def _model(parsed: Parsed, verdicts: Verdicts) -> PreTrainedConfig | None:
         if tokenizer is not None:
             verdicts.problem("model", check_vocabulary(config, tokenizer, args))
     mup = model_args.mup_base_width is not None or model_args.mup_base_config
-    if mup and not parsed.contradicted & {"mup_base_width", "mup_base_config", "mup_overrides"}:
+    if mup and not any(name.startswith("mup_") for name in parsed.contradicted):
         refused = verdicts.problem("muP", check_mup_optimizer(args))
         if verdicts.problems and not refused:  # without problems it is made once, later
             verdicts.attempt("muP", mup_spec, config, model_args, args, tokenizer=tokenizer)

@@ -66,7 +66,7 @@ def _probe(trainer: PretrainTrainer, verdicts: Verdicts) -> None:
         where = "a CPU, where it takes the time of a micro-batch" if trainer.args.device.type == "cpu" else "request"
         verdicts.ok("probe", f"no pass of full rows on {where} (--probe_step always)")
         return
-    if verdicts.problems:
+    if verdicts.anywhere():  # on any rank: all of them make the pass or none
         verdicts.note("probe", "no pass of full rows: the model cannot train yet")
         return
 
