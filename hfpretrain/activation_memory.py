@@ -8,10 +8,11 @@ a kernel takes inside itself is not seen.
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+
+from hfpretrain.shallow import Shallow
 
 
 @dataclass
@@ -43,25 +46,29 @@ class NotMeasurableError(Exception):
     """A pass needs values, which fake tensors do not have; the message says where."""
 
 
-@contextmanager
-def without_memory() -> Iterator[None]:
-    """Tensors that are made inside have no memory; they claim to be on the CPU, so that its kernels are chosen."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
+def without_memory() -> FakeTensorMode:
+    """A context: tensors that are made inside have no memory; they claim to be on the CPU, whose kernels are chosen.
+
+    It can be entered again, with the tensors of before.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def pass_memory(model: nn.Module, loss: Callable[[], Tensor], *, head: nn.Module | None = None) -> PassMemory:
+def pass_memory(
+    model: nn.Module, loss: Callable[[], Tensor], *, head: nn.Module | None = None, shallow: Shallow | None = None
+) -> PassMemory:
     """The memory of `loss()` and its backward pass.
 
     Args:
         model: made inside `without_memory`, in the mode it is to be measured in (`train()`, checkpointing).
         loss: runs the model and returns a scalar; called once, inside `without_memory` as well.
         head: the module at which the loss begins.
+        shallow: layers that were taken out of the model and are to be counted.
 
     Raises:
         NotMeasurableError: the pass depends on values (routing by a loop over chosen tokens, `.item()`).
     """
-    counter = _Counter(model, head)
+    counter = _Counter(model, head, shallow)
     try:
         with counter:
             value = loss()
@@ -78,32 +85,45 @@ def pass_memory(model: nn.Module, loss: Callable[[], Tensor], *, head: nn.Module
     return counter.result
 
 
+class _Shapes(TorchDispatchMode):
+    """Sees each operation and what comes out of it."""
+
+    def seen(self, func: Any, out: Any) -> None:
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = _any_grouped_mm if func is torch.ops.aten._grouped_mm.default else func
+        out = run(*args, **(kwargs or {}))
+        self.seen(func, out)
+        return out
+
+
 def operations_on(width: int, run: Callable[[], Any]) -> set[str]:
     """Names of the operations in `run()` whose result has no values and a last dimension of `width`, such as tanh."""
-    seen: set[str] = set()
+    names: set[str] = set()
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
+    class Watch(_Shapes):
+        def seen(self, func: Any, out: Any) -> None:
             if isinstance(out, Tensor) and out.numel() == 0 and out.shape[-1:] == (width,):
-                seen.add(str(func.overloadpacket).rpartition(".")[2])
-            return out
+                names.add(str(func.overloadpacket).rpartition(".")[2])
 
     with Watch():
         run()
-    return seen
+    return names
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(_Shapes):
     """Live bytes by what was running when they were made."""
 
-    def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module, head: nn.Module | None, shallow: Shallow | None) -> None:
         super().__init__()
+        self._shallow = shallow
         self.result = PassMemory()
         self._live: dict[int, tuple[int, str]] = {}
         self._weights = {_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._total = self._loss = self._done = 0
-        self._peaks: list[tuple[int, int, int]] = [(0, 0, 0)]  # one for each number of finished gradients
+        self._place = math.inf  # of the layer whose gradients are made
+        self._peaks: list[tuple[int, int, int, float]] = [(0, 0, 0, math.inf)]  # one for each finished gradient
         self._scope = ""
         self._hooks: list[Any] = []
         for name, module in model.named_modules():
@@ -112,35 +132,40 @@ class _Counter(TorchDispatchMode):
                     self._watch_layer(f"{name}.{index}", layer)
         if head is not None:
             self._hooks.append(head.register_forward_pre_hook(lambda *_: self._enter("loss")))
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take_gradient))
+                place = math.inf if shallow is None else shallow.place(name)
+                taken = partial(self._take_gradient, place=place)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(taken))
 
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._grouped_mm.default:
-            func = _any_grouped_mm
-        out = func(*args, **(kwargs or {}))
+    def seen(self, func: Any, out: Any) -> None:
         tree_map_only(Tensor, self._note, out)
-        return out
 
     def end_of_forward(self) -> None:
-        self.result.saved = self._total
+        measured: dict[str, int] = {}
         for size, scope in self._live.values():
             if scope == "loss":
                 self.result.loss += size
             elif scope:
-                self.result.layers[scope] = self.result.layers.get(scope, 0) + size
+                measured[scope] = measured.get(scope, 0) + size
+        self.result.layers = measured if self._shallow is None else self._shallow.layers(measured)
+        self.result.saved = self._total + sum(self.result.layers.values()) - sum(measured.values())
         self._scope = ""
 
     def end_of_backward(self) -> None:
         kept: list[tuple[int, int, int]] = []
-        for point in reversed(self._peaks):
-            if not kept or point[0] > kept[-1][0]:
-                kept.append(point)
+        for live, done, of_loss, place in reversed(self._peaks):
+            if self._shallow is not None:
+                # Below the layer whose turn it is, nothing is released yet; above it, gradients are made.
+                own, values = self._shallow, self._shallow.values
+                live += sum(self.result.layers[f"{own.path}.{i}"] for i in values if i < place)
+                done += sum(size for i, size in values.items() if i > place)
+            if not kept or live > kept[-1][0]:
+                kept.append((live, done, of_loss))
         self.result.points = tuple(reversed(kept))
 
     def _note(self, tensor: Tensor) -> None:
@@ -155,7 +180,7 @@ class _Counter(TorchDispatchMode):
         if self._scope == "loss":
             self._loss += size
         if self._total > self._peaks[-1][0]:
-            self._peaks[-1] = (self._total, self._done, self._loss)
+            self._peaks[-1] = (self._total, self._done, self._loss, self._place)
 
     def _release(self, key: int) -> None:
         size, scope = self._live.pop(key, (0, ""))
@@ -163,11 +188,12 @@ class _Counter(TorchDispatchMode):
         if scope == "loss":
             self._loss -= size
 
-    def _take_gradient(self, parameter: Tensor) -> None:
+    def _take_gradient(self, parameter: Tensor, *, place: float) -> None:
         """A finished gradient is where its placement puts it: not ours."""
         self._done += parameter.numel()
+        self._place = min(self._place, place)
         parameter.grad = None
-        self._peaks.append((self._total, self._done, self._loss))
+        self._peaks.append((self._total, self._done, self._loss, self._place))
 
     def _watch_layer(self, name: str, layer: nn.Module) -> None:
         before: list[str] = []

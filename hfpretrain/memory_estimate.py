@@ -24,6 +24,7 @@ from hfpretrain.loss.verify import Verdict
 from hfpretrain.planning.memory import Activations, MemoryEstimate
 from hfpretrain.planning.optimizer_state import optimizer_kind
 from hfpretrain.planning.placement import Model, Parameter, Placement
+from hfpretrain.shallow import Shallow, shorten
 from hfpretrain.training.optimizer import parameter_groups
 
 LEFT_OUT = (
@@ -81,7 +82,6 @@ def estimate_memory(
         activations = measure(rows)
     except NotMeasurableError as error:
         left_out.append(f"activations and logits: this architecture's pass depends on values ({error})")
-    left_out += measure.notes
     own = None if activations is None else lru_cache(maxsize=None)(measure)
     return MemoryEstimate(model_shapes(config), placement, name, micro_batches, activations, own, tuple(left_out))
 
@@ -115,11 +115,21 @@ class _Measure:
     device: str
 
     def __post_init__(self) -> None:
-        self.notes: list[str] = []
+        self._memoryless = without_memory()
+        self._model, self._shallow = self._build(shallow=True)
 
     def __call__(self, rows: int) -> Activations:
-        with without_memory(), ExitStack() as stack:
-            model = self._model()
+        try:
+            return self._measured(rows)
+        except NotMeasurableError:
+            if self._shallow is None:
+                raise
+            self._model, self._shallow = self._build(shallow=False)  # it may not like to lose layers
+            return self._measured(rows)
+
+    def _measured(self, rows: int) -> Activations:
+        with self._memoryless, ExitStack() as stack:
+            model = self._model
             fused = FusedLoss(model, z_loss_weight=1e-4)
             if self.fused_loss and fused.head is not None:
                 kernel = partial(head_sums, chunk_bytes=_CHUNK_BYTES[self.device])
@@ -137,10 +147,16 @@ class _Measure:
                 return value
 
             head = model.get_output_embeddings()
-            found = pass_memory(model, loss, head=head if isinstance(head, nn.Module) else None)
+            head = head if isinstance(head, nn.Module) else None
+            found = pass_memory(model, loss, head=head, shallow=self._shallow)
         return Activations(rows, found.points, found.saved, found.layers)
 
-    def _model(self) -> PreTrainedModel:
+    def _build(self, *, shallow: bool) -> tuple[PreTrainedModel, Shallow | None]:
+        with self._memoryless:
+            model = self._whole()
+            return model, shorten(model, model.config.get_text_config()) if shallow else None
+
+    def _whole(self) -> PreTrainedModel:
         asked = self.attn_implementation
         register_torch_varlen()
         attention = TORCH_VARLEN if asked in (None, "auto") or str(asked).startswith("flash") else asked

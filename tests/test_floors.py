@@ -14,6 +14,7 @@ MIDDLE = {"training", "preflight", "launch_checks", "verdicts", "memory_estimate
 # between: it joins two rooms, and training uses it.
 ALLOWED = {
     "model": {"initialisation"},
+    "activation_memory": {"shallow"},
     "bpb": {"data", "loss"},
     "mup": {"initialisation", "model"},
     "model_counts": {"model", "product_watch"},
