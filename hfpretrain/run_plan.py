@@ -29,7 +29,7 @@ from hfpretrain.planning import budget, storage
 from hfpretrain.planning.figures import Figure
 from hfpretrain.planning.flops import PEAK_FLOPS, TokenCost, peak_flops, token_cost
 from hfpretrain.planning.memory import Fit, MemoryEstimate, Placement, device_bytes, largest_on_line
-from hfpretrain.preflight import check_model
+from hfpretrain.preflight.model import check_positions
 from hfpretrain.training.batch_ramp import batch_lr_factor
 from hfpretrain.training.run_length import RunLength, derive
 from hfpretrain.training.throughput import token_flops
@@ -73,9 +73,8 @@ def check_plan(request: PlanRequest) -> tuple[RunLength, PreTrainedConfig | None
             remedy = "correct the name, or copy it onto this machine"
             problems.append(Problem(str(error).split("\n")[0], str(given), "config_name, tokenizer_name", remedy))
         if config is not None and "sequence_length" not in bad:
-            vocabulary = range(config.get_text_config().vocab_size)
             args, data_args = _stand_ins(values)
-            problems += check_model(config, vocabulary, data_args, args)
+            problems += check_positions(config, data_args, args)
     refuse(problems)
     assert run is not None
     return run, config
@@ -278,37 +277,34 @@ def memory_of(values: SimpleNamespace, run: RunLength, config: PreTrainedConfig 
     )
 
 
-def memory_figures(values: SimpleNamespace, estimate: MemoryEstimate) -> tuple[list[Figure], list[str]]:
+def memory_figures(values: SimpleNamespace, run: RunLength, estimate: MemoryEstimate) -> tuple[list[Figure], list[str]]:
     """(components of one rank and whether they fit on the device, what to say about it)."""
     asked = values.device_memory_gb
     size = device_bytes(values.device) if asked is None else int(asked * 1e9)
     figures, notes = estimate.figures(), [f"memory leaves out {what}" for what in estimate.left_out]
     if size is None:
         return figures, [*notes, f"the memory of {values.device} is not known here: give --device_memory_gb"]
-    fit = Fit(estimate, size, estimate.peak_bytes, _largest_micro_batch(estimate, size))
+    fit = Fit(estimate, size, estimate.peak_bytes, _largest_micro_batch(estimate, size, run))
     figures.append(
         Figure("device_memory", size, "bytes", "of one device", "data sheet" if asked is None else "as given")
     )
-    return figures + fit.figures(), [f"memory {fit}", *notes]
+    figures.append(Figure("memory_margin", fit.margin_bytes, "bytes", "device memory - memory_peak"))
+    if fit.largest_micro_batch is not None:
+        formula = "rows that fit, by a line through passes of b and 2 b rows; at most a rank's rows of a step"
+        figures.append(Figure("largest_micro_batch", fit.largest_micro_batch, "rows", formula, "a pass without memory"))
+    return figures, [f"memory {fit}", *notes]
 
 
-def _largest_micro_batch(estimate: MemoryEstimate, size: int) -> int | None:
-    """`estimate.largest_micro_batch` in three passes at the most: its line, and a pass that says whether it fits.
+def _largest_micro_batch(estimate: MemoryEstimate, size: int, run: RunLength) -> int | None:
+    """Rows that fit on the line through two passes, at most a rank's rows of a step; None without a pass.
 
-    A pass of a model of billions takes seconds, and the search for the very last row ten of them. None without a pass.
+    `estimate.largest_micro_batch` measures every size that it tries, up to thousands of rows.
     """
     if estimate.activations is None or estimate.measure is None:
         return None
-    rows = estimate.activations.rows
-    peaks = {n: estimate.with_rows(n).peak_bytes for n in (2 * rows,)} | {rows: estimate.peak_bytes}
-    guess = largest_on_line(sorted(peaks.items()), size, default=rows)
-    if guess < 1:
-        return 0
-    peaks[guess] = estimate.with_rows(guess).peak_bytes
-    if peaks[guess] <= size:
-        return guess
-    fitting = [n for n, peak in peaks.items() if peak <= size]
-    return max(fitting, default=0) if guess > 1 else 0
+    rows, most = estimate.activations.rows, math.ceil(run.rows_per_step / run.world_size)
+    points = [(rows, estimate.peak_bytes), (2 * rows, estimate.with_rows(2 * rows).peak_bytes)]
+    return max(min(largest_on_line(points, size, default=rows), most), 0)
 
 
 def stage_of(values: SimpleNamespace) -> int | None:

@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     batches = batch_figures(
         **size, batch_tokens=run.batch_tokens, noise_scale_points=values.points, inner_flops=inner_flops
     )
-    memory, memory_notes = memory_figures(values, estimate)
+    memory, memory_notes = memory_figures(values, run, estimate)
     sections = [
         Section("Run", tuple(run_figures(values, run))),
         Section("Parameters", tuple(compute.parameter_figures(model.parameters, model.parts, tied=model.tied))),

@@ -17,7 +17,7 @@ ALLOWED = {
     "activation_memory": {"shallow"},
     "bpb": {"data", "loss"},
     "mup": {"initialisation", "model"},
-    "model_counts": {"model"},
+    "model_counts": {"model", "product_watch"},
 }
 PURE = [
     *("bpb.windows", "bpb.compare", "bpb.coders", "data.packing", "data.order", "errors", "mup.rules", "mup.transfer"),

@@ -234,15 +234,20 @@ def test_memory_of_a_bare_number_is_the_first_documents_sixteen_bytes(capsys: py
 
 
 def test_memory_of_a_counted_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """The largest micro-batch fits a device of 40 MB and a tenth more does not; ZeRO 1 on 4 ranks keeps a quarter."""
-    device = ["--device_memory_gb", "0.04", "--per_device_train_batch_size"]
+    """The largest micro-batch nearly fills a device of 40 MB and a tenth more does not fit; a step of 10 rows caps it.
+
+    ZeRO 1 on 4 ranks keeps a quarter of the moments.
+    """
+    device = ["--device_memory_gb", "0.04", "--batch_tokens", "128_000", "--per_device_train_batch_size"]
     values = values_of([*SMALL, *device, "1"], capsys)
     assert values["memory_weights"] == 4 * values["parameters"]
     assert values["memory_optimizer_state"] == 8 * values["parameters"] + 4 * (2 * 9 + 3)  # and a counter a tensor
     rows = values["largest_micro_batch"]
     assert rows > 10
-    assert values_of([*SMALL, *device, str(rows)], capsys)["memory_margin"] >= 0
+    filled = values_of([*SMALL, *device, str(rows)], capsys)
+    assert abs(filled["memory_margin"]) < 0.1 * 40e6
     assert values_of([*SMALL, *device, str(rows + -(-rows // 10))], capsys)["memory_margin"] < 0
+    assert values_of(SMALL, capsys)["largest_micro_batch"] == 10
     sharded = values_of([*SMALL, "--zero_stage", "1", "--world_size", "4", "--bf16", "true"], capsys)
     assert sharded["memory_weights"] == 2 * values["parameters"]
     assert sharded["memory_optimizer_state"] == pytest.approx(8 * values["parameters"] / 4, rel=1e-3)

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from hfpretrain.arguments.command_line import Reading, read_command_line
+from hfpretrain.arguments.defaults import settle
 from hfpretrain.arguments.fields import DataArguments, ModelArguments, PretrainArguments
 from hfpretrain.arguments.rules import check_values
-from hfpretrain.arguments.types import NoiseScaleRamp, batch_ramp
 from hfpretrain.errors import Problem, refuse
 
 
@@ -77,16 +77,6 @@ def _read(argv: Sequence[str] | None) -> _Read:
     judged = [(fields, problem) for fields, problem in rules if not reading.bad_fields.intersection(fields)]
     contradicted = frozenset(name for fields, _ in judged for name in fields)
     return _Read(reading, values, reading.problems + [problem for _, problem in judged], contradicted)
-
-
-def settle(values: SimpleNamespace, sources: Mapping[str, str]) -> None:
-    """Fill in the defaults that follow from other fields."""
-    nothing_held_out = values.validation_fraction == 0 and not values.eval_data
-    if nothing_held_out and sources["eval_strategy"] == "default":
-        values.eval_strategy = "no"
-    marks = batch_ramp(values.batch_ramp) if values.batch_ramp is not None else None
-    if marks is not None and not isinstance(marks, NoiseScaleRamp) and sources["batch_tokens"] == "default":
-        values.batch_tokens = marks[-1][1]
 
 
 def _build(read: _Read) -> Parsed:

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from hfpretrain.arguments.command_line import read_command_line
+from hfpretrain.arguments.defaults import settle
 from hfpretrain.arguments.fields import DataArguments, ModelArguments, PretrainArguments
-from hfpretrain.arguments.parsing import settle
 from hfpretrain.arguments.rules import check_values
 from hfpretrain.arguments.types import count_points
 from hfpretrain.errors import Problem
