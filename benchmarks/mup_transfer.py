@@ -27,6 +27,7 @@ import tune_lr
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 HEAD, ROW = 16, 256
+MARKS = ("<!-- from here: what benchmarks/mup_transfer.py found -->", "<!-- to here -->")
 # Width -> log2 of its rates, seven for each. They differ because the optima do: all have worse rates on both sides.
 GRIDS = {
     "muP": {width: range(-9, -2) for width in (32, 64, 128, 256)},
@@ -119,19 +120,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/mup_transfer"), help="where the trials are")
     parser.add_argument("--forms", nargs="+", choices=list(GRIDS), default=list(GRIDS), help="which to run now")
     parser.add_argument("--seeds", type=int, default=2, help="of each trial")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "mup_transfer", help=".json and .png")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "mup_transfer", help=".json, .png and .md")
     args = parser.parse_args(argv)
     forms = {form: sweep(form, args.folder, args.seeds) for form in args.forms}
-    if len(forms) < len(GRIDS):
-        return
-    print(f"\nequal to the last bit at width {OVERRIDES['hidden_size']}: {same_at_base(forms)} rates\n")
+    if len(forms) == len(GRIDS):
+        write(forms, args.out)
+
+
+def write(forms: Mapping[str, Mapping[str, Any]], out: Path) -> None:
+    """Raw numbers, figure, and the tables in the page beside them, between its marks."""
     about = describe_machine(("torch", "transformers"))
+    raw = {"machine": about, "settings": SETTINGS, **forms}
+    out.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    tune_lr.draw(list(forms.values()), out.with_suffix(".png"))
+    lines = [", ".join(f"{name} {value}" for name, value in about.items()) + "."]
+    lines.append(
+        f"Equal to the last bit in both forms at width {OVERRIDES['hidden_size']}: {same_at_base(forms)} rates."
+    )
     for form, found in forms.items():
-        print(f"{form}: the best rate moves by {found['best_moved_log2']:+g} factors of 2\n")
-        print("\n".join(table(found)) + "\n")
-    raw = {"machine": about, "settings": SETTINGS, "overrides": OVERRIDES, **forms}
-    args.out.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-    tune_lr.draw(list(forms.values()), args.out.with_suffix(".png"))
+        moved, between = found["best_moved_log2"], found["optimum_moved_log2"]
+        optimum = "" if between is None else f", the optimum between the rates by {between:+.2f}"
+        seeds = f"{found['measured']}, mean over {len(found['seeds'])} seed(s)"
+        lines.append(f"\n**{form}**: the best rate moves by {moved:+g} factors of 2{optimum} ({seeds})\n")
+        lines += table(found)
+    print("\n".join(lines))
+    page = out.with_suffix(".md")
+    before, rest = page.read_text(encoding="utf-8").split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    page.write_text("\n".join([before + MARKS[0], *lines, MARKS[1] + after]), encoding="utf-8")
 
 
 if __name__ == "__main__":
