@@ -69,7 +69,7 @@ def judge_memory(
     peak, found = estimate.peak_bytes, f"{_gib(estimate.peak_bytes)} GiB a rank at the peak by estimate"
     has = f"{_gib(memory.total_bytes)} GiB ({_gib(memory.free_bytes)} free)"
     if estimate.static_bytes > memory.total_bytes:
-        what = f"weights, gradients and optimizer state alone are {_gib(estimate.static_bytes)} GiB a rank"
+        what = f"weights and optimizer state alone are {_gib(estimate.static_bytes)} GiB a rank"
         remedy = "more ranks at ZeRO 3 (accelerate_configs/zero3.yaml), offload (ds_configs/), or a smaller model"
         stage = "no DeepSpeed" if estimate.placement.zero_stage is None else f"ZeRO {estimate.placement.zero_stage}"
         given = f"{stage}, {args.world_size} rank(s), {has}"
@@ -83,7 +83,7 @@ def judge_memory(
     elif peak > 0.9 * memory.total_bytes:
         verdicts.note("memory", f"{found} of {has}: what is not counted may not fit", remedy="a smaller micro-batch")
     else:
-        verdicts.ok("memory", f"{found} of {has}: weights to optimizer state {_gib(estimate.static_bytes)}")
+        verdicts.ok("memory", f"{found} of {has}: weights and optimizer state {_gib(estimate.static_bytes)}")
     host = estimate.host_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if host > psutil.virtual_memory().total:
         what = f"{_gib(host)} GiB are offloaded to the memory of this machine, which has less"
