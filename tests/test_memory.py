@@ -190,6 +190,22 @@ def test_checkpointing_keeps_the_inputs_of_layers_only() -> None:
     assert plain.layers["model.layers.0"] == plain.layers["model.layers.1"] > 10 * hidden
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_repeated_layers_are_measured_once(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without most of its layers a model has the same peak, for gradients that grow and for some from before."""
+    common: dict[str, Any] = {"placement": Placement(1, None, "float32"), "sequence_length": 16, "device": "cpu"}
+    whole = load_config(model_type="llama", vocab_size=97, config_overrides=TINY | {"num_hidden_layers": 9})
+    short = estimate_memory(whole, **common, micro_batches=1, gradient_checkpointing=checkpointing)
+    monkeypatch.setattr("hfpretrain.memory_estimate.shorten", lambda *_: None)
+    full = estimate_memory(whole, **common, micro_batches=1, gradient_checkpointing=checkpointing)
+    assert short.activations is not None
+    assert full.activations is not None
+    assert short.activations.saved == full.activations.saved
+    assert short.activations.layers == full.activations.layers
+    assert short.peak_bytes == full.peak_bytes
+    assert replace(short, micro_batches=2).peak_bytes == replace(full, micro_batches=2).peak_bytes
+
+
 def test_nothing_is_allocated_for_a_large_model() -> None:
     config = llama(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_hidden_layers=2)
     placement = Placement(8, 3, "bfloat16")
