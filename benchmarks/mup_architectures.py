@@ -64,7 +64,7 @@ What was found behind those that are not flat:
   at every size and change alike. The check has no unit of its own for that. Its head takes the power out again.
 - `xlstm` starts its gates at zero: they are their change and nothing else. At these widths that is mostly the sum of
   what {ROWS * TOKENS} tokens ask for independently, which falls with 1/sqrt(width); with 12 tokens the same slopes
-  are -0.09.
+  are -0.09 (`python recipes/coord_check.py --model_type xlstm --widths 64 128 256 --rows 1 --tokens 12 --seeds 2`).
 - `roc_bert` puts embeddings of pronunciation and shape, which do not grow, beside those that do: its fan-in grows by
   less than the width, and one rule cannot hold for both parts.
 - `longcat_flash` has experts that hand on what they get, 500 times as large as what the others give: the size is the

@@ -26,7 +26,7 @@ from hfpretrain.arguments.files import merge_files
 from hfpretrain.arguments.types import key_values
 from hfpretrain.errors import ConfigError, Problem, refuse
 from hfpretrain.model import load_config
-from hfpretrain.mup.coord_check import LEARNING_RATE, CoordCheck, coord_check
+from hfpretrain.mup.coord_check import LEARNING_RATE, ROWS, TOKENS, CoordCheck, coord_check
 from hfpretrain.mup.slopes import FLAT
 from hfpretrain.small_models import NotBuildable, tiny_config
 
@@ -45,6 +45,8 @@ def main(argv: list[str] | None = None) -> None:
             widths=args.widths,
             steps=args.steps,
             seeds=args.seeds,
+            rows=args.rows,
+            tokens=args.tokens,
             lr=args.learning_rate,
             standard=args.standard,
             overrides=args.mup_overrides,
@@ -73,6 +75,8 @@ def read(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="hidden sizes [%(default)s]")
     parser.add_argument("--steps", type=int, default=4, help="Adam steps [%(default)s]")
     parser.add_argument("--seeds", type=int, default=1, help="initialisations and batches of tokens [%(default)s]")
+    parser.add_argument("--rows", type=int, default=ROWS, help="of random tokens [%(default)s]")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="in a row [%(default)s]")
     parser.add_argument(
         "--learning_rate", type=float, default=LEARNING_RATE, help="at the smallest width [%(default)s]"
     )
@@ -94,10 +98,14 @@ def check(args: argparse.Namespace) -> list[Problem]:
     if len(set(args.widths)) < 2 or min(args.widths) < 1:
         what = "a slope needs two widths"
         problems.append(Problem(what, str(args.widths), "command line", "such as --widths 64 128 256"))
-    for name, low in (("steps", 1), ("seeds", 1), ("learning_rate", 0)):
+    for name, low in (("steps", 1), ("seeds", 1), ("rows", 1), ("tokens", 2), ("learning_rate", 0)):
         value = getattr(args, name)
         if value < low or not value:
-            problems.append(Problem(f"{name} is out of range", str(value), "command line", f"more than {low and 0}"))
+            problems.append(
+                Problem(
+                    f"{name} is out of range", str(value), "command line", f"at least {low}" if low else "more than 0"
+                )
+            )
     return problems
 
 

@@ -78,6 +78,8 @@ def coord_check(
     standard: bool = False,
     overrides: dict[str, Any] | None = None,
     seen: Study | None = None,
+    rows: int = ROWS,
+    tokens: int = TOKENS,
 ) -> CoordCheck:
     """Train `config` at each of `widths` and measure activations.
 
@@ -86,6 +88,8 @@ def coord_check(
         standard: the standard parametrisation, one learning rate for all: it should fail.
         overrides: see `infer`.
         seen: of the model at the smallest width, where it has been studied already.
+        rows, tokens: size of the batch. What its tokens ask for independently of one another falls with 1/sqrt(width);
+            the fewer there are, the sooner what is left of a change shows.
 
     Raises:
         ConfigError: a width that this architecture cannot have, or what `infer` refuses.
@@ -101,8 +105,8 @@ def coord_check(
             model = probe_model(scaled, seed=seed)
             if not standard:
                 apply(model, spec)
-            tokens = probe_tokens(scaled, rows=ROWS, tokens=TOKENS, seed=seed)
-            for kind, of_kind in _train(model, None if standard else spec, seen, tokens, steps, width, lr).items():
+            batch = probe_tokens(scaled, rows=rows, tokens=tokens, seed=seed)
+            for kind, of_kind in _train(model, None if standard else spec, seen, batch, steps, width, lr).items():
                 records[kind].append(of_kind)
     assert spec is not None
     slopes: dict[str, Slope] = {}
