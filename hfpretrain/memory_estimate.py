@@ -116,20 +116,28 @@ class _Measure:
 
     def __post_init__(self) -> None:
         self._memoryless = without_memory()
-        self._model, self._shallow = self._build(shallow=True)
+        asked = self.attn_implementation
+        varlen = asked in (None, "auto") or str(asked).startswith("flash")
+        first = TORCH_VARLEN if varlen else asked
+        # What one way cannot do, the next may: the whole model where it does not like to lose layers, the model's
+        # own attention where ours refuses what it asks for.
+        self._ways = [(first, True), (first, False), (None, True), (None, False)]
+        self._built: tuple[PreTrainedModel, Shallow | None] | None = None
 
     def __call__(self, rows: int) -> Activations:
-        try:
-            return self._measured(rows)
-        except NotMeasurableError:
-            if self._shallow is None:
-                raise
-            self._model, self._shallow = self._build(shallow=False)  # it may not like to lose layers
-            return self._measured(rows)
+        while True:
+            try:
+                if self._built is None:
+                    self._built = self._build(*self._ways[0])
+                return self._measured(rows, *self._built)
+            except NotMeasurableError:
+                if len(self._ways) == 1:
+                    raise
+                del self._ways[0]
+                self._built = None
 
-    def _measured(self, rows: int) -> Activations:
+    def _measured(self, rows: int, model: PreTrainedModel, shallow: Shallow | None) -> Activations:
         with self._memoryless, ExitStack() as stack:
-            model = self._model
             fused = FusedLoss(model, z_loss_weight=1e-4)
             if self.fused_loss and fused.head is not None:
                 kernel = partial(head_sums, chunk_bytes=_CHUNK_BYTES[self.device])
@@ -148,22 +156,20 @@ class _Measure:
 
             head = model.get_output_embeddings()
             head = head if isinstance(head, nn.Module) else None
-            found = pass_memory(model, loss, head=head, shallow=self._shallow)
+            found = pass_memory(model, loss, head=head, shallow=shallow)
         return Activations(rows, found.points, found.saved, found.layers)
 
-    def _build(self, *, shallow: bool) -> tuple[PreTrainedModel, Shallow | None]:
+    def _build(self, attention: str | None, shallow: bool) -> tuple[PreTrainedModel, Shallow | None]:
         with self._memoryless:
-            model = self._whole()
+            try:
+                model = self._whole(attention)
+            except Exception as error:  # each architecture has its own way to refuse an attention, or such tensors
+                raise NotMeasurableError(f"it is not built: {type(error).__name__}: {error}") from error
             return model, shorten(model, model.config.get_text_config()) if shallow else None
 
-    def _whole(self) -> PreTrainedModel:
-        asked = self.attn_implementation
+    def _whole(self, attention: str | None) -> PreTrainedModel:
         register_torch_varlen()
-        attention = TORCH_VARLEN if asked in (None, "auto") or str(asked).startswith("flash") else asked
-        try:
-            model = _build(self.config, torch.device("cpu"), attention)
-        except (ValueError, ImportError):  # an architecture with attention of its own
-            model = _build(self.config, torch.device("cpu"), None)
+        model = _build(self.config, torch.device("cpu"), attention)
         if self.placement.zero_stage is not None and self.placement.dtype != "float32":
             for parameter in model.parameters():  # DeepSpeed casts parameters and leaves buffers
                 parameter.data = parameter.data.to(_DTYPES[self.placement.dtype])

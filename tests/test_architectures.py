@@ -76,7 +76,8 @@ def test_preflight_only_makes_no_step(text: Path, tmp_path: Path, capsys: pytest
     pretrain.main([*_arguments(text, "llama", ISOLATED["llama"], tmp_path / "run"), "--preflight_only", "true"])
     printed = capsys.readouterr().out
     assert "nothing contradicts" in printed
-    assert len(printed.splitlines()) <= 24  # one screen
+    ours = [line for line in printed.splitlines() if not line.startswith("[")]  # DeepSpeed logs its accelerator there
+    assert len(ours) <= 24  # one screen
     assert max(map(len, printed.splitlines())) <= 120
     assert "'loss'" not in printed
     assert [path.name for path in (tmp_path / "run").glob("*")] == ["preflight.json"]
