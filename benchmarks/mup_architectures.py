@@ -58,17 +58,17 @@ that a forward pass of text does not use, such as image encoders; one bad layer 
 averaged; bare tensors inside of a module, except by what it returns; a readout that is too small; dimensions other than
 the last; other depths, head sizes and numbers of experts; and what is named as too noisy.
 
-What was found behind those that are not flat:
+What is behind those that are not flat:
 
 - `dory` normalises to length 1: its residual stream is 1/sqrt(width) by construction, and so is all that is made of it,
   at every size and change alike. The check has no unit of its own for that. Its head takes the power out again.
 - `xlstm` starts its gates at zero: they are their change and nothing else. At these widths that is mostly the sum of
   what {ROWS * TOKENS} tokens ask for independently, which falls with 1/sqrt(width); with 12 tokens the same slopes
   are -0.09 (`python recipes/coord_check.py --model_type xlstm --widths 64 128 256 --rows 1 --tokens 12 --seeds 2`).
-- `roc_bert` puts embeddings of pronunciation and shape, which do not grow, beside those that do: its fan-in grows by
-  less than the width, and one rule cannot hold for both parts.
-- `longcat_flash` has experts that hand on what they get, 500 times as large as what the others give: the size is the
-  share of tokens that is sent to them, a few choices at random. `bailing_hybrid`: decay rates exp(-5 a) of a few heads.
+- Probably, not isolated by an experiment: `roc_bert` puts embeddings of pronunciation and shape, which do not grow,
+  beside those that do, and one rule cannot hold for both parts of its fan-in; `longcat_flash` has experts that hand on
+  what they get, 500 times as large as what the others give, so that the size is the share of tokens that is sent to
+  them, a few choices at random; `bailing_hybrid`: decay rates exp(-5 a) of a few heads.
 """
 
 
