@@ -3,6 +3,7 @@
     python benchmarks/memory.py                # all cases, about ten minutes on two cores
     python benchmarks/memory.py --only gpt2 moe
     python benchmarks/memory.py --markdown     # the table of docs/memory.md
+    python benchmarks/memory.py --architectures    # of which architectures a pass can be followed; nothing is measured
 
 Predicted: `hfpretrain.memory_estimate` before anything runs. Measured: what torch's allocator hands out during the
 second optimizer step, see `memory_case.py`. On a machine with a GPU the cases run there (and `--ranks` of them are
@@ -17,15 +18,18 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import logging
 
 from hfpretrain.memory_estimate import estimate_memory
 from hfpretrain.model import load_config
 from hfpretrain.planning.memory import MemoryEstimate, Placement
+from hfpretrain.small_models import NotBuildable, causal_model_types, tiny_config, tiny_model
 from machine import describe_machine
 from memory_case import Case
 
@@ -121,7 +125,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these words")
     parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--architectures", action="store_true", help="estimate every architecture in its smallest form")
     options = parser.parse_args()
+    if options.architectures:
+        estimate_architectures()
+        return
     print(describe_machine(["torch", "transformers", "deepspeed"]), flush=True)
     rows = [["case", "ranks", "parameters", "at rest, predicted", "measured", "peak, predicted", "measured", "ratio"]]
     ratios = []
@@ -143,6 +151,25 @@ def main() -> None:
     print(table(rows, markdown=options.markdown))
     inside = sum(abs(ratio - 1.0) <= LIMIT for ratio in ratios)
     print(f"{inside} of {len(ratios)} within {LIMIT:.0%}; from {min(ratios):.3f} to {max(ratios):.3f}")
+
+
+def estimate_architectures() -> None:
+    """Print the architectures whose activations cannot be followed, why, and how many can."""
+    logging.set_verbosity_error()
+    placement, counts = Placement(world_size=1, zero_stage=None, dtype="float32"), Counter[str]()
+    for model_type in causal_model_types():
+        try:
+            tiny_model(model_type)
+        except NotBuildable:
+            counts["not built"] += 1
+            continue
+        estimate = estimate_memory(
+            tiny_config(model_type), sequence_length=64, rows=2, placement=placement, device="cpu"
+        )
+        if estimate.activations is None:
+            print(f"{model_type:20} {estimate.left_out[-1]}", flush=True)
+        counts["left out" if estimate.activations is None else "followed"] += 1
+    print(dict(counts))
 
 
 def predict(case: Case, ranks: int) -> MemoryEstimate:

@@ -81,7 +81,7 @@ def estimate_memory(
     try:
         activations = measure(rows)
     except NotMeasurableError as error:
-        left_out.append(f"activations and logits: this architecture's pass depends on values ({error})")
+        left_out.append(f"activations and logits: a pass without values cannot be made here ({error})")
     own = None if activations is None else lru_cache(maxsize=None)(measure)
     return MemoryEstimate(model_shapes(config), placement, name, micro_batches, activations, own, tuple(left_out))
 
