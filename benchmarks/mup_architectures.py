@@ -68,7 +68,7 @@ What is behind those that are not flat:
 - Probably, not isolated by an experiment: `roc_bert` puts embeddings of pronunciation and shape, which do not grow,
   beside those that do, and one rule cannot hold for both parts of its fan-in; `longcat_flash` has experts that hand on
   what they get, 500 times as large as what the others give, so that the size is the share of tokens that is sent to
-  them, a few choices at random; `bailing_hybrid`: decay rates exp(-5 a) of a few heads.
+  them, a few choices at random.
 """
 
 
