@@ -16,7 +16,7 @@ from hfpretrain.data.order import BlockOrder
 from hfpretrain.data.steps import TrainingSteps
 from hfpretrain.errors import ConfigError
 from hfpretrain.model import build_model
-from hfpretrain.preflight.memory import Memory, estimate_of_run
+from hfpretrain.training.memory import Memory, estimate_of_run
 from hfpretrain.training.probe import lazy_state_bytes
 from hfpretrain.training.trainer import PretrainTrainer
 from hfpretrain.verdicts import Verdicts

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hfpretrain.errors import refuse
 from hfpretrain.launch_checks import describe_engine, verify_engine, verify_gradient_signals
+from hfpretrain.training.memory import Memory, estimate_of_run
 from hfpretrain.training.probe import ProbeError, lazy_state_bytes, probe_step
 from hfpretrain.training.separation import separate
 from hfpretrain.verdicts import Verdicts
@@ -103,8 +104,6 @@ def _probe(trainer: PretrainTrainer, verdicts: Verdicts) -> None:
 
 def _largest_micro_batch(trainer: PretrainTrainer, rows: int) -> int | None:
     """Rows that are predicted to fit where `rows` did not; None where the estimate would have let those pass."""
-    from hfpretrain.preflight.memory import Memory, estimate_of_run  # it knows this package
-
     config = trainer.causal_lm.config
     attention = config._attn_implementation
     length = trainer.steps.sequence_length
